@@ -23,6 +23,8 @@ _NEAR_LOG2 = 0.05
 _OF_EXCESS = 0.7
 #: Cosine of a multiple with its reference, at least: a cast to FP4 has 0.99.
 _MIN_COSINE = 0.9
+#: By how much a multiple may fit worse than its best cast, with the best factors: powers of two, and values that they clip.
+_FACTOR_LOSS_DB = 6.0
 #: Share of turned neighbours up to which a weight is in the order of its reference: none by construction. Noise that costs 1 dB
 #: turns 0.003 (measured: E4M3, Gaussian data).
 _MAX_INVERSIONS = 1e-3
@@ -52,6 +54,7 @@ class Comparison:
     Attributes:
         gain: sum(x y) / sum(x x); None where the reference is zero.
         cosine: of x and y.
+        swapped_cosine: of x and y with the two codes of each byte exchanged; 0 where a byte holds one.
         sqnr_db: of y; None where the reference is zero.
         refit_db: of y with the best factor for each block.
         own_db: of the reference's cast under the stored scales.
@@ -77,6 +80,7 @@ class Comparison:
 
     gain: float | None
     cosine: float | None
+    swapped_cosine: float
     sqnr_db: float | None
     refit_db: float | None
     own_db: float | None
@@ -105,7 +109,7 @@ class Sums:
         number_format: of the codes.
     """
 
-    NAMES = ("x2", "xy", "y2", "error2", "own2", "x_own", "ideal2", "far", "differing", "damaged", "compared")
+    NAMES = ("x2", "xy", "y2", "error2", "own2", "x_own", "x_swapped", "ideal2", "far", "differing", "damaged", "compared")
 
     def __init__(self, number_format: str) -> None:
         self.number_format = number_format
@@ -133,8 +137,8 @@ class Sums:
         """
         is_small = ideal > 1.01 * self._largest_ratio * scales
         self._num_clipped += int((is_small & (partial["x2"] > 0)).sum())  # a block of zeros may have any scale
-        for name in self.NAMES:
-            self._totals[name] += float(partial[name].sum())
+        for name, value in partial.items():
+            self._totals[name] += float(value.sum())
         x2, xy, y2, made = partial["x2"], partial["xy"], partial["y2"], ideal
         with np.errstate(divide="ignore", invalid="ignore"):
             factor = np.where((xy > 0) & (y2 > 0), xy / y2, np.nan)
@@ -178,6 +182,7 @@ class Sums:
         return Comparison(
             gain=total["xy"] / x2 if x2 else None,
             cosine=total["xy"] / math.sqrt(x2 * y2) if x2 and y2 else None,
+            swapped_cosine=total["x_swapped"] / math.sqrt(x2 * y2) if x2 and y2 else 0.0,
             sqnr_db=_db(x2, total["error2"]),
             refit_db=_db(x2, self._refit2),
             own_db=_db(x2, total["own2"]),
@@ -237,7 +242,8 @@ class Sums:
         least = loss_db(np.full_like(change, common))
         if least < min(_MAX_LOSS_DB, loss_db(np.zeros_like(change)) / 4):
             return 2.0**common, None, (0, 0)
-        found = [(loss_db(other - has), name, shift) for name, other, shift in _patterns(has, needs)]
+        with np.errstate(invalid="ignore"):
+            found = [(loss_db(other - has), name, shift) for name, other, shift in _patterns(has, needs)]
         least = min((loss for loss, _, _ in found), default=math.inf)
         for loss, name, shift in found:
             if loss < _MAX_LOSS_DB and loss < least + _SAME_LOSS_DB:
@@ -328,6 +334,8 @@ def is_factor(against: Comparison, max_gain_error: float = 0.01) -> bool:
     """Return whether one factor of all elements explains what a weight loses beside its own cast."""
     gain = gain_beside_cast(against)
     if gain is None or abs(gain - 1) <= max_gain_error or (against.cosine or 0.0) < _MIN_COSINE:
+        return False
+    if against.refit_db is None or against.ideal_db is None or against.refit_db < min(against.ideal_db, 60) - _FACTOR_LOSS_DB:
         return False
     return _of_excess(against) >= _OF_EXCESS or (is_in_order(against) and against.differing_rate > _MAX_INVERSIONS)
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8debug.checkpoints.codes import decoded, is_float, rounded, spacing, table, unpacked
+from fp8debug.checkpoints.codes import OF_DTYPE, decoded, is_float, rounded, spacing, table, unpacked
 from fp8debug.checkpoints.comparison import Comparison, Sums
 from fp8debug.checkpoints.files import ByteReader, Tensor
 from fp8debug.checkpoints.layouts import Weight
@@ -57,6 +57,8 @@ class WeightFacts:
         num_blocks: blocks with a nonzero code.
         num_at_top: of these, blocks whose largest code is the format's largest.
         num_scales: scales.
+        num_scale_top: scales that are the largest of their own format of 8 bits; 0 in others.
+        num_scale_next: scales one code below it.
         num_scale_nan: NaN scales.
         num_scale_inf: infinite scales.
         num_scale_negative: scales below zero.
@@ -82,6 +84,8 @@ class WeightFacts:
     num_blocks: int = 0
     num_at_top: int = 0
     num_scales: int = 0
+    num_scale_top: int = 0
+    num_scale_next: int = 0
     num_scale_nan: int = 0
     num_scale_inf: int = 0
     num_scale_negative: int = 0
@@ -401,7 +405,19 @@ class _Scan:
                 "damaged": (far & (own != y)).astype(np.float64),
                 "compared": good.astype(np.float64),
             }
+            if weight.is_packed:
+                of["x_swapped"] = x.astype(np.float64) * y.reshape(len(y), -1, 2)[..., ::-1].reshape(y.shape)
         return {name: _blocked(np.add, value, weight) for name, value in of.items()}
+
+    def _largest_scales(self) -> tuple[int, int]:
+        """Return how many scales are the largest of a format of 8 bits with a mantissa, and one code below; 0 of other types."""
+        scale = self._weight.scale
+        name = OF_DTYPE.get(scale.dtype) if scale is not None else None
+        if name is None or self._stored is None:
+            return 0, 0
+        values = table(name)
+        top, below = np.unique(values[np.isfinite(values)])[:-3:-1]
+        return int((self._stored == top).sum()), int((self._stored == below).sum())
 
     def _summary(
         self, counts: Array, sum2: float, num_blocks: int, num_at_top: int, num_zero_scale: int, digest: str, sums: Sums | None
@@ -415,11 +431,14 @@ class _Scan:
         if stored is not None:
             positive = stored[np.isfinite(stored) & (stored > 0)]
             mantissa, _ = np.frexp(positive)
+            top, below = self._largest_scales()
             facts = {
                 "num_scales": int(stored.size),
                 "num_scale_nan": int(np.isnan(stored).sum()),
                 "num_scale_inf": int(np.isinf(stored).sum()),
                 "num_scale_negative": int((stored < 0).sum()),
+                "num_scale_top": top,
+                "num_scale_next": below,
                 "num_scale_pow2": int((mantissa == 0.5).sum()),
                 "scale_min": float(positive.min()) if positive.size else None,
                 "scale_max": float(positive.max()) if positive.size else None,

@@ -120,3 +120,59 @@ def test_fp4_blocks_that_clip_are_found_without_a_reference(tmp_path: Path, layo
     }[data]
     report = check_checkpoint(writers.save(fp4(layout, 0.02 * x, clip), tmp_path / "model.safetensors"))
     assert [finding.code for finding in report] == (["F219"] if clip < 1 else [])
+
+
+def test_block_scales_that_are_clipped_are_found_without_a_reference(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = writers.LAYOUTS["nvfp4"](weights)
+    x = weights[BAD].float()
+    encode = 8 * 448 * 6 / x.abs().max()
+    scales = (writers.amaxes(x, (1, 16)) / 6 * encode).clamp(max=448).to(writers.E4)
+    wide = writers.spread(scales, x.shape, (1, 16)) / encode
+    tensors |= {f"{BAD}_packed": writers.e2m1((x / wide.clamp(min=1e-30)).clamp(-6, 6)), f"{BAD}_scale": scales}
+    tensors[f"{BAD}_global_scale"] = encode.reshape(1)
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    for against in (None, writers.save(weights, tmp_path / "original.safetensors")):
+        (finding,) = check_checkpoint(file, against)
+        assert (finding.code, finding.tensor) == (
+            "F219",
+            BAD,
+        ) and "block scales are the largest of their format" in finding.message
+
+
+def test_codes_that_are_exchanged_in_their_bytes(tmp_path: Path) -> None:
+    weights = writers.original()
+    for layout in ("nvfp4", "mxfp4"):
+        tensors = writers.LAYOUTS[layout](weights)
+        codes = tensors[f"{BAD}_packed"]
+        tensors[f"{BAD}_packed"] = codes >> 4 | codes << 4
+        file = writers.save(tensors, tmp_path / f"{layout}.safetensors")
+        (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+        assert finding.code == "F234" and finding.message.startswith("the two codes of each byte are exchanged")
+
+
+def test_codes_of_another_format(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = writers.LAYOUTS["deepseek"](weights)
+    codes, tensors[f"{BAD}_scale_inv"] = writers.cast(weights[BAD], fmt=writers.E5)
+    tensors[BAD] = codes.view(torch.uint8).view(writers.E4)
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert finding.code == "F234" and "codes of another format" in finding.message
+
+
+def test_wrong_scales_of_some_blocks_are_one_finding(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = writers.LAYOUTS["deepseek"](weights)
+    tensors[f"{BAD}_scale_inv"][-1] *= 3
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert (finding.code, finding.tensor) == ("F232", BAD)
+
+
+def test_scales_below_the_range_of_their_type_are_zero_and_warn_nobody(tmp_path: Path) -> None:
+    weights = {name: 2e-4 * x if name in writers.NAMES else x for name, x in writers.original().items()}
+    tensors = writers.LAYOUTS["deepseek"](weights)
+    tensors |= {f"{name}_scale_inv": tensors[f"{name}_scale_inv"].half() for name in writers.NAMES}
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    assert [f.code for f in check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))] == ["F212"]

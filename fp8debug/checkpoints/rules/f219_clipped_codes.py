@@ -16,7 +16,8 @@ class ClippedCodes(FileRule):
 
     What it detects
         A share of elements at the largest code that is far above that at the code below it, beyond the one element that
-        gives each block its amax. A scale smaller than the weight's amax, an old or calibrated one, does that.
+        gives each block its amax. And block scales that pile up at the largest of their format. A scale smaller than the
+        weight's amax, an old or calibrated one, does that.
 
     Why it matters
         The largest weights shrink, always towards zero.
@@ -30,7 +31,10 @@ class ClippedCodes(FileRule):
     Thresholds
         - min_rate 0.005: share at the largest code, without one element for each block. No published basis; numerics.md, 4:
           under current scaling nothing clips.
-        - min_count 32: such elements. No published basis.
+        - min_scale_rate 0.02: share of the block scales that are the largest of their own format (448 in NVFP4). The tensor's
+          scale puts one block there. No published basis. min_ratio holds here too: of blocks of 16 uniform elements 44 %
+          have 448 and 39 % 416 (closed form).
+        - min_count 32: such elements, or scales. No published basis.
         - min_ratio 4: times as many as at the next code. A uniform distribution, the flattest that initializations use, has
           0.5: the last code's interval is half as wide.
         - min_ratio_fp4 1.5, min_ratio_mxfp4 2: the same in FP4. Where fewer values are larger, 6 (from 5 on) has at most 0.67
@@ -48,6 +52,7 @@ class ClippedCodes(FileRule):
     min_ratio_fp4: float = 1.5
     min_ratio_mxfp4: float = 2.0
     min_count: int = 32
+    min_scale_rate: float = 0.02
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights with such codes."""
@@ -64,6 +69,16 @@ class ClippedCodes(FileRule):
                 times = f"{beyond / max(1, facts.num_next):.3g} times as many as at the next"
                 text = f"{rate:.2%} of the codes are the format's largest, {times}"
                 yield self.of_weight(weight, Severity.WARNING, text, value=rate, threshold=self.min_rate)
+                continue
+            share = facts.num_scale_top / max(1, facts.num_scales)
+            least = max(self.min_count, self.min_ratio * facts.num_scale_next)
+            if share >= self.min_scale_rate and facts.num_scale_top >= least and facts.scale_min != facts.scale_max:
+                text = (
+                    f"{facts.num_scale_top} of {facts.num_scales} block scales are the largest of their format: the scale of the"
+                    " tensor is too small, and the largest blocks clip"
+                )
+                cure = "take the tensor's scale from its amax (amax / (448 * 6) in NVFP4), and quantize it again"
+                yield self.of_weight(weight, Severity.WARNING, text, value=share, threshold=self.min_scale_rate, cure=cure)
 
 
 CHECKS.add(ClippedCodes.code, ClippedCodes())

@@ -61,7 +61,7 @@ class WrongFactor(FileRule):
                 continue
             numbers = f"SQNR {db(against.sqnr_db)}, {db(against.refit_db)} without the factor"
             is_known = against.factor is not None and abs(1 / against.factor - 1) > self.max_gain_error
-            if is_known or (gain is not None and not (are_scales and against.pattern)):
+            if is_known or (gain is not None and not are_scales):
                 ratio = 1 / against.factor if against.factor is not None and is_known else gain or 1.0
                 cause = _named(ratio, weight.format)
                 if _is_inverse(ratio, facts):

@@ -19,8 +19,9 @@ class OtherWeights(FileRule):
 
     What it detects
         Quantized weights whose error neither a scale nor a second rounding explains, single codes that no rounding of the
-        reference gives, and tensors in high precision that differ by more than rounding. The message tells what the cosine
-        leaves: another step, some blocks, turned signs, or another tensor.
+        reference gives, and tensors in high precision that differ by more than rounding. The message tells what cosine and
+        order leave: another step (an adapter that was merged looks the same), some blocks, turned signs, another tensor, the two
+        codes of a byte exchanged, or codes of another format.
 
     Why it matters
         A stale copy of one module is the commonest reason why training and inference part.
@@ -39,6 +40,9 @@ class OtherWeights(FileRule):
           moves a quarter of the codes.
         - Single elements count from the first that no rounding explains: it is further than one code from the reference, and not
           clipped.
+        - max_rounding_db 8: what a weight in the order of its reference may lose by a second rounding; F233.
+        - min_foreign_rate 0.9: share of such codes from which on they are others whatever the SQNR: under scales that clip
+          nearly all, another format's are no worse than the right ones. No published basis.
         - min_plain_db 50: SQNR of tensors in high precision; BF16's own rounding gives 55.6 dB (numerics.md, 4). Seen in
           prime-rl #2438.
     """
@@ -52,6 +56,8 @@ class OtherWeights(FileRule):
     min_loss_db: float = 0.2
     min_differing_rate: float = 0.05
     min_plain_db: float = 50.0
+    max_rounding_db: float = 8.0
+    min_foreign_rate: float = 0.9
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights that are not the reference's."""
@@ -60,9 +66,10 @@ class OtherWeights(FileRule):
             if against is None or against.sqnr_db is None or against.own_db is None or explains(against):
                 continue
             lost = against.own_db - against.sqnr_db
-            if lost >= self.min_loss_db and against.differing_rate >= self.min_differing_rate:
-                if is_in_order(against) and not against.num_damaged:
-                    continue
+            are_other_codes = against.differing_rate >= self.min_foreign_rate
+            if (lost >= self.min_loss_db or are_other_codes) and against.differing_rate >= self.min_differing_rate:
+                if is_in_order(against) and lost < self.max_rounding_db and not are_other_codes:
+                    continue  # F233, where it is more than its limit
                 where = f" in {against.num_bad_blocks} of {against.num_blocks} blocks" if against.num_bad_blocks else ""
                 numbers = f"SQNR {db(against.sqnr_db)} where its cast gives {db(against.own_db)}{where}"
                 text = f"{self._kind(against)}: cosine {against.cosine or 0.0:.4g} with the reference, {numbers}"
@@ -99,9 +106,17 @@ class OtherWeights(FileRule):
         cosine = against.cosine or 0.0
         if self._is_rest_sound(against):
             return f"{against.num_bad_blocks} of {against.num_blocks} blocks are not the reference's"
+        if against.swapped_cosine > max(0.7, cosine):
+            return "the two codes of each byte are exchanged: the high one comes first, or was read first"
+        if is_in_order(against) and cosine > 0.7:
+            return "the values are in the reference's order and no scale fits: codes of another format (E5M2 as E4M3), or changed"
         if cosine > 0.7:
             return "the weight is that of another step"
-        return "the signs are turned" if cosine < -0.7 else "the weight is another tensor, or its rows are in another order"
+        return (
+            "the signs are turned"
+            if cosine < -0.7
+            else "the weight is another tensor, or its rows or columns are in another order"
+        )
 
 
 def _coarseness(fmt: str) -> float:

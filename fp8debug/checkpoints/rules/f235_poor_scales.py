@@ -33,6 +33,8 @@ class PoorScales(FileRule):
         - max_free_loss_db 3: the same where scales are no powers of two and need lose nothing. No published basis.
         - max_clipped_rate 0.1: share of the blocks whose scale is smaller than one rounded down to a power of two, where the
           cast loses min_clip_loss_db 1 with it. No published basis: none is in OCP MX. Seen in vllm #43557.
+        - max_differing_rate 0.9: share of the codes that are not those of the cast under the stored scales; beyond, they are
+          other codes (F234).
     """
 
     code = "F235"
@@ -45,6 +47,7 @@ class PoorScales(FileRule):
     max_free_loss_db: float = 3.0
     max_clipped_rate: float = 0.1
     min_clip_loss_db: float = 1.0
+    max_differing_rate: float = 0.9
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights with such scales."""
@@ -56,6 +59,7 @@ class PoorScales(FileRule):
                 or against.ideal_db is None
                 or against.sqnr_db is None
                 or explains(against)
+                or against.differing_rate > self.max_differing_rate
             ):
                 continue
             lost = against.ideal_db - against.own_db
