@@ -222,9 +222,11 @@
     library.setPlotConfig({ displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, showLink: false,
       sendData: false, plotlyServerURL: "", topojsonURL: "" });
     const react = library.react, waiting = new Map();
-    // dcc.Graph takes what is drawn for what it was given, and may have it drawn again.
+    // dcc.Graph takes what is drawn for what it was given, and may have it drawn again: all of it, or, once something has been
+    // zoomed or moved, its axes and legend with the lines of the figure before. What the server sends has lines of its own.
     const seen = (plot, asked) => {
-      const figure = metaOf(asked).isFitted && plot.given ? plot.given.figure : asked;
+      const isAgain = plot.given && (metaOf(asked).isFitted || asked.data === plot.given.figure.data);
+      const figure = isAgain ? plot.given.figure : asked;
       const { data, layout } = fitted(plot, figure.data.map(withTexts), figure.layout);
       plot.given = { figure, isNarrow: isNarrow(plot) };
       return { ...figure, data, layout: withCursor(withZoom(zoomed(plot, layout))) };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -338,3 +339,31 @@ def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
     for site in Found.sites:
         object.__setattr__(site, "diverges_at", 1)
     assert "300 of 378 rows of b below; fp8debug diff --format json has all." in text(compare._about(Found, None))  # type: ignore[arg-type]  # has what is read
+
+
+#: Run in a page: where the axes of the nine plots stand, and how its legend lies.
+PLACES = """() => {
+  const { _fullLayout: full } = document.querySelector("#nine .js-plotly-plot");
+  const axes = Object.keys(full).filter((name) => /^[xy]axis\\d*$/.test(name)).sort();
+  return [full.legend.orientation, full.margin.t, full.height, ...axes.map((name) => full[name].domain.map((end) => end.toFixed(6)))];
+}"""
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1280, "light")], indirect=True)
+@pytest.mark.parametrize("is_zoomed", [False, True])
+def test_a_plot_that_was_narrow_is_as_it_was_where_it_has_room_again(narrow_page: Page, site: str, is_zoomed: bool) -> None:
+    settle(narrow_page, site + samples.PAGES["module"])
+    before = narrow_page.evaluate(PLACES)
+    narrow_page.set_viewport_size({"width": 390, "height": 900})
+    narrow_page.wait_for_function(f"before => JSON.stringify(({PLACES})()) !== before", arg=json.dumps(before))
+    narrow_page.wait_for_timeout(600)
+    if is_zoomed:
+        narrow_page.evaluate("Plotly.relayout(document.querySelector('#nine .js-plotly-plot'), { 'xaxis.range': [100, 300] })")
+        narrow_page.wait_for_function("() => location.search.includes('zoom=100..300')")
+    narrow_page.set_viewport_size({"width": 1280, "height": 900})
+    narrow_page.wait_for_function("() => document.querySelector('#nine').clientWidth > 1000")
+    narrow_page.wait_for_timeout(1500)
+    assert json.loads(json.dumps(narrow_page.evaluate(PLACES))) == before
+    shown = narrow_page.evaluate("document.querySelector('#nine .js-plotly-plot')._fullLayout.xaxis.range")
+    assert (shown == [100, 300]) == is_zoomed
