@@ -345,7 +345,8 @@ def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
 PLACES = """() => {
   const { _fullLayout: full } = document.querySelector("#nine .js-plotly-plot");
   const axes = Object.keys(full).filter((name) => /^[xy]axis\\d*$/.test(name)).sort();
-  return [full.legend.orientation, full.margin.t, full.height, ...axes.map((name) => full[name].domain.map((end) => end.toFixed(6)))];
+  const places = axes.map((name) => full[name].domain.map((end) => end.toFixed(6)));
+  return [full.legend.orientation, full.margin.t, full.height, ...places];
 }"""
 
 
