@@ -41,6 +41,11 @@ def read_report(run: Path) -> dict[str, Any]:
         else {},
         "findings": [_finding(one) for one in told["findings"] if isinstance(one, Mapping)],
         "modules": [_module(one) for one in told["modules"] if isinstance(one, Mapping)],
+        "unmatched": [
+            {"module": str(one.get("module") or ""), "path": str(one.get("path") or "")}
+            for one in (told.get("unmatched") if isinstance(told.get("unmatched"), list) else ())
+            if isinstance(one, Mapping)
+        ],
     }
 
 

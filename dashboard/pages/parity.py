@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from .base import Page
 _NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "comparator": BY_NUMBER, "width": 130}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "place", "headerName": "#", "type": "rightAligned", "width": 70},
+    {"field": "cause", "headerName": "Parts here", "width": 110},
     {"field": "module", "headerName": "Training", "width": 240, "tooltipField": "module"},
     {"field": "rollout_module", "headerName": "Rollout", "width": 240, "tooltipField": "rollout_module"},
-    {"field": "cause", "headerName": "Parts here", "width": 110},
     {"field": "input_nmse", "headerName": "Input", **_NUMBER},
     {"field": "output_nmse", "headerName": "Output", **_NUMBER},
     {"field": "weight_nmse", "headerName": "Weight", **_NUMBER},
@@ -82,7 +83,7 @@ def layout(view: View, run_view: RunView) -> Component:
             card(
                 "Modules in execution order",
                 grid("parity-modules", COLUMNS, rows, "No module to list"),
-                note="squares of relative differences",
+                note="squares of relative differences; in the plot 0 lies at 1e-12",
             ),
         ],
         className="page",
@@ -111,6 +112,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         lines = [html.P([badge("ok", "parity"), f" {len(found['modules'])} modules compared; none differs beyond noise."])]
     metrics = metric_words(found["metrics"])
     lines += [note("; ".join(metrics))] if metrics else []
+    lines += _alone(found["unmatched"])
     rows = [
         {
             **{key: plain_number(one[key]) for key in _NUMBERS},
@@ -122,9 +124,32 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         }
         for place, one in enumerate(found["modules"])
     ]
+    rows += [
+        {
+            **dict.fromkeys(_NUMBERS, plain_number(None)),
+            "id": f"alone {place}",
+            "place": None,
+            "module": one["module"] if one["path"] == "training" else "",
+            "rollout_module": one["module"] if one["path"] != "training" else "",
+            "cause": "not compared",
+        }
+        for place, one in enumerate(found["unmatched"])
+    ]
     beside = Path(str(found["rollout"])).name
     figure = paths(found["modules"], list(causes)).about(run_view.name, f"with {beside}", "relative difference of paths")
     return lines, figure, rows
+
+
+def _alone(unmatched: Sequence[Mapping[str, str]]) -> list[Component]:
+    """Return a line for each path that has modules which the other lacks."""
+    found: list[Component] = []
+    for path, other in (("training", "rollout"), ("rollout", "training")):
+        names = [one["module"] for one in unmatched if one["path"] == path]
+        if names:
+            some = f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+            number = f"{len(names)} module{'' if len(names) == 1 else 's'}"
+            found.append(note(f"Not compared: {number} of the {path} that the {other} does not have ({some})."))
+    return found
 
 
 PAGE = Page(name="parity", layout=layout, parts=parts, is_pending=is_pending, settle=settle)
