@@ -264,7 +264,8 @@ def live_text(view: View, source: ServedFolder) -> str:
     """Return ``● writing``, ``ended`` or ``not closed`` for the run in view."""
     try:
         if is_list(view, source):
-            return f"{len(source.names())} runs"
+            number = len(source.names())
+            return f"{number} run{'' if number == 1 else 's'}"
         run_view = source.open(view.run)
         state = sources.state(run_view.run.path, run_view.run.rank_manifests)
     except Fp8DebugError:

@@ -341,6 +341,18 @@ def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
     assert "300 of 378 rows of b below; fp8debug diff --format json has all." in text(compare._about(Found, None))  # type: ignore[arg-type]  # has what is read
 
 
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1256, "light"), (1256, "dark")], indirect=True, ids=["light", "dark"])
+def test_a_page_that_waits_for_its_layout_has_the_readers_colours(narrow_page: Page, site: str) -> None:
+    narrow_page.route("**/_dash-layout", lambda route: None)  # never answered
+    narrow_page.goto(f"{site}/?run=sick", wait_until="commit")
+    narrow_page.get_by_text("Loading").wait_for()
+    narrow_page.wait_for_function("() => getComputedStyle(document.body).fontSize === '13px'")
+    ground = narrow_page.evaluate("getComputedStyle(document.body).backgroundColor")
+    is_dark = narrow_page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert ground == ("rgb(20, 21, 23)" if is_dark else "rgb(245, 246, 247)")
+
+
 #: Run in a page: where the axes of the nine plots stand, and how its legend lies.
 PLACES = """() => {
   const { _fullLayout: full } = document.querySelector("#nine .js-plotly-plot");

@@ -13,9 +13,11 @@ import pytest
 from fp8debug_dashboard.data.run_settings import choices, settings_of
 from fp8debug_dashboard.pages import runs
 from fp8debug_dashboard.web import source as sources
+from fp8debug_dashboard.web.screens import live_text
 from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.dashboard import samples
+from tests.synthetic import Plan, write
 
 NAMES = ("a", "b", "c", "d")
 
@@ -36,6 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write_text(json.dumps({**json.loads(file.read_text()), "ended": False}))
         os.utime(file, (time.time() - 50,) * 2)
     return root
+
+
+def test_the_head_counts_the_runs(tmp_path: Path) -> None:
+    told = []
+    for number in range(3):
+        told.append(live_text(View("overview", None, {}), ServedFolder(tmp_path)))
+        write(tmp_path / f"run-{number}", Plan(num_steps=1))
+    assert told == ["0 runs", "1 run", "2 runs"]
 
 
 def test_the_list_does_not_wait_for_all_runs_to_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
