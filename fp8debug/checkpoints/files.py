@@ -331,6 +331,15 @@ def _weight_map(index: Path) -> tuple[dict[str, str], list[FileFault]]:
     return kept, faults
 
 
+#: What files of other kinds begin with.
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes it",
+    b"\x80\x02": "a pickle, as torch.save wrote it",
+    b"GGUF": "a GGUF file",
+    b"\x89HDF": "an HDF5 file",
+}
+
+
 def read_header(file: Path) -> tuple[list[Tensor], Mapping[str, str], list[FileFault]]:
     """Return a file's tensors, its metadata, and the entries that cannot be read.
 
@@ -340,7 +349,11 @@ def read_header(file: Path) -> tuple[list[Tensor], Mapping[str, str], list[FileF
     """
     size = size_of(file)
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
+        first = opened.read(8)
+        length = int.from_bytes(first, "little")
+        for begins, kind in _FOREIGN.items():
+            if first.startswith(begins):
+                raise ValueError(f"is {kind}, which is not read: save its tensors with safetensors")
         if size < 8 or not 2 <= length <= size - 8:
             raise ValueError(f"is no safetensors file, or cut off: {size} bytes, a header of {length} bytes announced")
         if length > MAX_HEADER_BYTES:

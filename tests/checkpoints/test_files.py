@@ -272,3 +272,42 @@ def test_progress_ends_at_all_bytes(tmp_path: Path, workers: int) -> None:
     seen: list[tuple[int, int]] = []
     check_checkpoint(file, progress=lambda done, total, _: seen.append((done, total)), workers=workers)
     assert seen[-1][0] == seen[-1][1] > 0 and [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "begins", "says"),
+    [
+        (
+            "model.pt",
+            b"PK\x03\x04",
+            "is a zip archive, as torch.save writes it, which is not read: save its tensors with safetensors",
+        ),
+        ("old.pt", b"\x80\x02", "is a pickle"),
+        ("model.gguf", b"GGUF", "is a GGUF file"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_with_the_way_out(tmp_path: Path, name: str, begins: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(begins + bytes(100))
+    with pytest.raises(RunError, match=says):
+        check_checkpoint(tmp_path / name)
+
+
+def test_each_fault_of_a_file_has_its_own_cure(tmp_path: Path) -> None:
+    tensors = writers.LAYOUTS["deepseek"](writers.original())
+    folder = writers.save_sharded(tensors, tmp_path / "shard")
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    (shard,) = check_checkpoint(folder)
+    assert (shard.code, shard.cure) == (
+        "F205",
+        "copy or download the shard that is missing; if the save never had it, write the index again",
+    )
+    folder = writers.save_sharded(tensors, tmp_path / "index")
+    (folder / "model.safetensors.index.json").unlink()
+    (index,) = check_checkpoint(folder)
+    assert (index.code, index.cure) == ("F205", "copy or download the index, or write it again from the files")
+    file = writers.save(tensors, tmp_path / "type.safetensors")
+    file.write_bytes(file.read_bytes().replace(b'"F8_E4M3"', b'"F6_E3M9"', 1))
+    assert any(
+        f.code == "F204" and f.cure.startswith("save the tensor in a type that safetensors defines")
+        for f in check_checkpoint(file)
+    )

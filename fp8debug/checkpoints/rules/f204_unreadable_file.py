@@ -39,7 +39,7 @@ class UnreadableFile(FileRule):
         """Return what could not be read."""
         for fault in judged.checkpoint.faults:
             if fault.kind == "unreadable":
-                yield self.found(Severity.ERROR, _text(fault), tensor=fault.tensor, file=fault.file)
+                yield self.found(Severity.ERROR, _text(fault), tensor=fault.tensor, file=fault.file, **_cure(fault))
         for weight, facts in judged.weights:
             if facts.problem is not None:
                 yield self.of_weight(weight, Severity.ERROR, f"the weight cannot be read: {facts.problem}")
@@ -50,6 +50,15 @@ class UnreadableFile(FileRule):
 
 def _text(fault: FileFault) -> str:
     return f"the {'tensor' if fault.tensor else 'file'} {fault.reason}"
+
+
+def _cure(fault: FileFault) -> dict[str, str]:
+    """Return another cure where a copy of the same file would have the same fault."""
+    if fault.reason.startswith("has the type"):
+        return {"cure": "save the tensor in a type that safetensors defines, with a newer safetensors, or as bytes (U8)"}
+    if "permission" in fault.reason.lower():
+        return {"cure": "give this user the right to read the file"}
+    return {"cure": "save its tensors with safetensors"} if "which is not read" in fault.reason else {}
 
 
 CHECKS.add(UnreadableFile.code, UnreadableFile())

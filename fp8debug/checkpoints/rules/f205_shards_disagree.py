@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.rules.base import Severity
 
+#: Cures of single kinds of faults.
+_CURES = {
+    "missing_shard": "copy or download the shard that is missing; if the save never had it, write the index again",
+    "no_index": "copy or download the index, or write it again from the files",
+    "missing_tensor": "copy or download the shard again, or write the index again from the files",
+}
+
 
 @dataclass(frozen=True)
 class ShardsDisagree(FileRule):
@@ -26,7 +33,7 @@ class ShardsDisagree(FileRule):
         model.layers.9.mlp.up_proj.weight lies in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors.
 
     Cure
-        Delete the shards of the earlier save and write the index again.
+        Delete the shards of the earlier save and write the index again; copy or download a shard that is missing.
 
     Thresholds
         None: names decide. Stale copies: prime-rl #2438.
@@ -43,7 +50,8 @@ class ShardsDisagree(FileRule):
                 continue
             severity = Severity.ERROR if fault.kind in ("missing_shard", "missing_tensor", "duplicate") else Severity.WARNING
             what = "tensor" if fault.tensor else "shard"
-            yield self.found(severity, f"the {what} {fault.reason}", tensor=fault.tensor, file=fault.file)
+            cure = _CURES.get(fault.kind, self.cure)
+            yield self.found(severity, f"the {what} {fault.reason}", tensor=fault.tensor, file=fault.file, cure=cure)
 
 
 CHECKS.add(ShardsDisagree.code, ShardsDisagree())
