@@ -32,6 +32,7 @@ def read_report(run: Path) -> dict[str, Any]:
         raise RunError(f"{FILE} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
     if not isinstance(told, Mapping) or not isinstance(told.get("modules"), list) or not isinstance(told.get("findings"), list):
         raise RunError(f"{FILE} is no report of fp8debug parity --format json")
+    unmatched = told.get("unmatched")
     return {
         "train": str(told.get("train")),
         "rollout": str(told.get("rollout")),
@@ -43,7 +44,7 @@ def read_report(run: Path) -> dict[str, Any]:
         "modules": [_module(one) for one in told["modules"] if isinstance(one, Mapping)],
         "unmatched": [
             {"module": str(one.get("module") or ""), "path": str(one.get("path") or "")}
-            for one in (told.get("unmatched") if isinstance(told.get("unmatched"), list) else ())
+            for one in (unmatched if isinstance(unmatched, list) else ())
             if isinstance(one, Mapping)
         ],
     }

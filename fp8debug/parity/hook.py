@@ -106,7 +106,8 @@ class PathRecorder:
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._is_inside = False
-        self._of_head, of_head = None, self._of_head
+        of_head = self._of_head
+        self._of_head = None
         logits = getattr(output, "logits", output)
         if not _is_activation(logits):
             return

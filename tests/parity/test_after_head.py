@@ -33,7 +33,7 @@ class Changed(Decoder):
 class CappedHead(nn.Module):
     """A head that gives the final logits itself, as vLLM's compute_logits does."""
 
-    def __init__(self, head: nn.Module, change: Change) -> None:
+    def __init__(self, head: nn.Linear, change: Change) -> None:
         super().__init__()
         self.weight, self.change = head.weight, change
 
