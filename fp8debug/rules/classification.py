@@ -38,6 +38,8 @@ TITLES = {
 }
 #: Kind of modules that add their bias themselves, once.
 _OWN = "Fp8Linear"
+#: What is said of losses in which no spike and no divergence was found.
+FINE = "the loss is fine"
 MISMATCH_TITLE = "(c) loss fine, inference off"
 
 
@@ -193,7 +195,12 @@ def classify(
         return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.size}", harmful)
     if comparison is not None and comparison["diverges_at"] is not None and comparison["loss_gap"] > 0:
         return _gap(comparison, harmful)
-    return _fine(run, findings, harmful, (len(rules) - num_skipped, len(rules)))
+    too_short = len(steps) <= rules["F125"].thresholds["min_history"]
+    return _fine(run, findings, harmful, (len(rules) - num_skipped, len(rules)), _few(len(steps)) if too_short else FINE)
+
+
+def _few(num_losses: int) -> str:
+    return f"{num_losses} loss{'' if num_losses == 1 else 'es, all'} finite, too few to tell a spike or a divergence"
 
 
 def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classification:
@@ -202,7 +209,8 @@ def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classific
         return classification
     what, cause = classification.what, classification.cause
     if cause == "healthy":
-        what, cause = "the loss is fine, and no rule found a fault in what was recorded", "incomplete"
+        loss = what.split("; ")[0]
+        what, cause = f"{loss}; no rule found a fault in what was recorded", "incomplete"
     elif cause == "not-fp8" and (classification.step is None or lost[0].step <= classification.step):
         what, cause = f"{what}, or at what was not recorded", "undecided"
     return replace(classification, cause=cause, what=f"{what}; {in_one_sentence(lost)}")
@@ -309,15 +317,17 @@ def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classific
     return at_first(Classification(kind="divergence", cause=cause, what=what, step=step), harmful)
 
 
-def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding], ran: tuple[int, int]) -> Classification:
+def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding], ran: tuple[int, int], loss: str) -> Classification:
     mismatch = [f for f in findings if f.code in MISMATCH and f.severity > Severity.INFO and f.gemm != "dgrad"]
     if mismatch:
-        what = f"the loss is fine, and training and inference differ: {since(mismatch[0])}"
+        what = f"{loss}, and training and inference differ: {since(mismatch[0])}"
         return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)
     advice = f"if downstream metrics are off all the same, training and inference differ: {COMPARE}"
     if not findings:
-        return _nothing_found(run, ran, advice)
-    what = f"the loss is fine so far; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
+        return _nothing_found(run, ran, advice, loss)
+    what = f"{loss}{' so far' if loss == FINE else ''}; {number_of(findings)}" + (
+        f", first {since(harmful[0])}" if harmful else ""
+    )
     return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)
 
 
@@ -340,7 +350,7 @@ def _and_more(count: int) -> str:
     return f" and {count} more" if count else ""
 
 
-def _nothing_found(run: Run, ran: tuple[int, int], advice: str) -> Classification:
+def _nothing_found(run: Run, ran: tuple[int, int], advice: str, loss: str) -> Classification:
     """Return the class of a run in which no rule found a fault, with what this rests on."""
     rules = f"{ran[0]} of {ran[1]} rules ran"
     num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
@@ -352,9 +362,9 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str) -> Classificatio
         why = "no operand ran in FP8, so no cast was judged"
         if others:
             why = f"no cast was judged: FP8 ran in {others[0]}{_and_more(len(others) - 1)}, which is not recorded"
-        what = f"the loss is fine, and {why}; {rules}; none found a fault ({extent})"
+        what = f"{loss}, and {why}; {rules}; none found a fault ({extent})"
         return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *outside, *unread))
-    what = f"the loss is fine; {rules}; none found a fault ({extent})"
+    what = f"{loss}; {rules}; none found a fault ({extent})"
     if unread:
         what += ", and part of the run could not be read"
     return Classification(

@@ -44,6 +44,13 @@ def test_a_healthy_run_is_none_of_them(tmp_path: Path) -> None:
     assert "fp8debug parity TRAIN ROLLOUT" in found["evidence"][0]
 
 
+def test_a_few_losses_are_not_called_fine(tmp_path: Path) -> None:
+    found = classified(tmp_path, num_steps=10)
+    assert (found["cause"], found["title"]) == ("healthy", "no loss problem")
+    assert found["what"].startswith("10 losses, all finite, too few to tell a spike or a divergence; ")
+    assert classified(tmp_path / "longer", num_steps=11)["what"].startswith("the loss is fine; ")
+
+
 def test_a_run_without_fp8_is_not_called_free_of_faults(tmp_path: Path) -> None:
     found = classified(tmp_path, recipe="bf16", what_if=["blockwise"])
     assert found["what"].startswith("the loss is fine, and no operand ran in FP8, so no cast was judged; ")
