@@ -6,13 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.forecasts import clipping_ahead
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, above, percent, times, traces
 
 if TYPE_CHECKING:
+    from fp8debug.recipes import Cast
     from fp8debug.store.read.run import Run
+
+
+#: Steps by which the amaxes that a scale is made of may lag: some stacks form it one step ahead.
+_LAG = 1
+#: Amaxes that a history may get for one tensor that was recorded: a recomputed forward pass adds its own.
+_CALLS = 2
+_LEFT_BEHIND = ", nor does it hold what the tensor had at earlier sampled steps: it does not follow its tensor"
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,10 @@ class StaleScaleSaturation(Rule):
         - warmup 8: first steps of a run, which count for nothing else: layers that start at zero grow by 1 / step a
           step, and all their elements are near the amax, so that most of them clip [measured: 89 % at step 2 and 14 %
           at step 6, in a run that trains well].
+        - early_steps 4: sampled steps of a static scale, all of the run's, that clip by max_rate where the warm-up hides
+          them: a static scale follows nothing, so that growth is no excuse. A delayed scale needs no warm-up either where it
+          does not hold, by min_headroom, an amax that its history has (algorithm max, sampled two steps before or
+          earlier) at min_steps sampled steps: a healthy one does by construction.
         - horizon 1: how far a forecast looks ahead, as a share of the steps that the trend was seen for; 0 for none. No
           published basis.
     """
@@ -74,6 +87,7 @@ class StaleScaleSaturation(Rule):
     warn_steps: int = 3
     warmup: int = 8
     early_headroom: float = 8.0
+    early_steps: int = 4
     horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:
@@ -89,7 +103,7 @@ class StaleScaleSaturation(Rule):
             f"headroom > {self.min_headroom} OR headroom IS NULL AND overflow_rate > {self.max_rate}",
             f"num_saturated >= {self.min_elements}",
         ]
-        return look(conditions, ["overflow_rate", "headroom"])
+        return look(conditions, ["overflow_rate", "headroom", "amax", "scale_inv_max", "num_tensors"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""
@@ -101,6 +115,8 @@ class StaleScaleSaturation(Rule):
             once = trace.where(self._is_overwhelming(trace))
             if once is not None or (severe is not None and severe.lasting(self.min_steps, self.warmup)):
                 yield self._finding(severe or trace, Severity.ERROR, self.max_rate)
+            elif severe is not None and self._is_left_behind(severe):
+                yield self._finding(severe, Severity.ERROR, self.max_rate, _LEFT_BEHIND)
             elif trace.lasting(self.warn_steps, self.warmup):
                 yield self._finding(trace, Severity.WARNING, self.warn_rate)
 
@@ -112,6 +128,29 @@ class StaleScaleSaturation(Rule):
 
         return holds
 
+    def _is_left_behind(self, trace: Trace) -> bool:
+        """Return whether the scale does not follow its tensor, whatever the tensor did: it needs no warm-up.
+
+        A delayed scale of the largest amax of its history holds every amax of the sampled steps that the history reaches back
+        to. A static scale follows nothing.
+        """
+        if trace.cast is None:
+            return False
+        if trace.cast.scaling == "static":
+            return len(trace.rows) == len(trace.sampled) >= self.early_steps
+        if trace.cast.algo != "max":
+            return False
+        behind = {row["step"] for row in trace.rows if any(self._is_beyond(trace.cast, row, past) for past in trace.rows)}
+        return len(behind) >= self.min_steps
+
+    def _is_beyond(self, cast: Cast, row: dict[str, Any], past: dict[str, Any]) -> bool:
+        """Return whether an earlier amax, which is in the history of this row's scale, lies beyond it."""
+        age = row["step"] - past["step"]
+        calls = _CALLS * age * max(row["num_tensors"] or 1, past["num_tensors"] or 1)
+        if age <= _LAG or calls > cast.history or not past["amax"] or not row["scale_inv_max"] or row["ranks"] != past["ranks"]:
+            return False
+        return bool(past["amax"] > self.min_headroom * FORMATS[cast.format].max * row["scale_inv_max"])
+
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a stale or foreign weight, and to a loss spike in whose own backward pass alone gradients clip."""
         foreign = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
@@ -122,13 +161,13 @@ class StaleScaleSaturation(Rule):
             for part in finding.sites
         )
 
-    def _finding(self, trace: Trace, severity: Severity, threshold: float) -> Finding:
+    def _finding(self, trace: Trace, severity: Severity, threshold: float, why: str = "") -> Finding:
         row = trace.worst("overflow_rate")
         kind = trace.cast.scaling if trace.cast else "delayed"
         by = "by how much was not recorded"
         if row["headroom"] is not None:
             by = f"its amax is {times(row['headroom'])} times what the {kind} scale can hold"
-        message = f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: {by}"
+        message = f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: {by}{why}"
         return trace.finding(self, severity, message, value=row["overflow_rate"], threshold=threshold)
 
 

@@ -59,6 +59,9 @@ class ScaleGrid(Rule):
         - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight that is
           too short, with its error across its FP8 values, is an older one of its own (F112).
         - min_elements 256: elements; a small tensor says little. No published basis.
+        - max_unrelated 0.25: cosine, as a share of the least that scales in a random order leave, 4 r / (1 + r)^2 where the largest
+          is r times the smallest; below, data of the right size are another tensor's or an older one's (F128). The share
+          allows for orders in which large blocks get small scales.
     """
 
     code = "F119"
@@ -71,6 +74,7 @@ class ScaleGrid(Rule):
     min_headroom: float = 1.25
     max_cosine: float = 0.999
     min_elements: int = 256
+    max_unrelated: float = 0.25
 
     @property
     def _look(self) -> Look:
@@ -82,7 +86,7 @@ class ScaleGrid(Rule):
             f"coalesce(NOT ({ONE_SCALE}), true)",
             f"NOT (tensor = 'weight' AND {HAS_OUTGROWN})",
         ]
-        return look(conditions, ["sqnr_db", "headroom", "cosine"])
+        return look(conditions, ["sqnr_db", "headroom", "cosine", "norm_ratio", "scale_inv_min", "scale_inv_max"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands beyond their scales."""
@@ -132,7 +136,19 @@ class ScaleGrid(Rule):
         cast, headroom, floor = trace.cast, self._rounded_headroom(trace), self.max_sqnr_db
         if cast is not None:
             floor = max(floor, cast_floor_db(cast) - self.margin_db)
-        return lambda row: bool(row["headroom"] > headroom and row["sqnr_db"] < floor)
+        return lambda row: bool(row["headroom"] > headroom and row["sqnr_db"] < floor and not self._is_of_another_tensor(row))
+
+    def _is_of_another_tensor(self, row: dict[str, Any]) -> bool:
+        """Return whether the data cannot be the tensor's, under whatever order of its scales.
+
+        Blocks at random under scales s of each other have the cosine E[s]^2 / E[s^2], which by Kantorovich's inequality is at least
+        4 r / (1 + r)^2 where the largest scale is r times the smallest. Data of another tensor have about 0, at the right size.
+        """
+        smallest, largest = row["scale_inv_min"], row["scale_inv_max"]
+        if not smallest or row["norm_ratio"] is None or not 0.5 < row["norm_ratio"] < 2:
+            return False
+        spread = max(largest / smallest, row["headroom"])
+        return bool(abs(row["cosine"]) < self.max_unrelated * 4 * spread / (1 + spread) ** 2)
 
     def _rounded_headroom(self, trace: Trace) -> float:
         """Return how far a value may lie beyond its scale where that is rounded down."""

@@ -35,7 +35,7 @@ _NEAREST = "cast_name LIKE '% current%' AND " + " AND ".join(
 _OF_ELEMENTS = f"{_NEAREST} AND NOT {SCALES_ARE_ROUNDED} AND coalesce(num_saturated, 0) = 0"
 _COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
-    *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max"),
+    *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max", "max_abs_err"),
 )
 
 
@@ -237,10 +237,12 @@ class OperandDiffers(Rule):
     def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
         row = trace.least("sqnr_db")
         since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
+        largest = FORMATS[trace.cast.format].max if trace.cast is not None else 0.0
         bound = f"this cast gives at least {floor:.1f} dB" if is_current else f"healthy operands have {floor:.1f} dB or more"
         message = (
             f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']}"
-            f" ({len(trace.rows)} of {since} sampled steps), where {bound}: {candidates(row, _flushing_headroom(trace))}"
+            f" ({len(trace.rows)} of {since} sampled steps), where {bound}:"
+            f" {candidates(row, _flushing_headroom(trace), largest)}"
         )
         return trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
 
@@ -250,12 +252,13 @@ def _flushing_headroom(trace: Trace) -> float:
     return _FLUSHING[trace.cast.format] if trace.cast is not None else 0.0
 
 
-def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
+def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: float = 0.0) -> str:
     """Return the causes that the statistics of an operand leave, with the numbers that speak for them.
 
     Args:
         row: of ``sites``.
         flushing_headroom: headroom below which its cast leaves no value.
+        largest: largest value of its format; 0 where that is not known.
     """
     flushed, over = row["underflow_nonzero_rate"] or 0.0, row["overflow_rate"] or 0.0
     headroom = 1.0 if row["headroom"] is None else row["headroom"]
@@ -276,12 +279,20 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
             f"its values use {percent(headroom)} of the format's range, so that the scale is not the one of the data (an"
             " inverse, a static or a stale scale, or an amax floor far above the tensor)"
         )
+    if _are_unrelated(row):
+        return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
     if over > 0.01 or headroom > 1.25:
         return f"values lie {times(headroom)} times beyond what the scale holds, so that the scale is not the one of the data"
     if flushed > 0.01 and 0.5 * flushed < (row["nmse"] or 0.0) < 3 * flushed:
         return (
             f"{percent(flushed)} of the nonzero elements are zero, large ones among them: rows or blocks were never written, or"
             " were masked"
+        )
+    limit = _limit_of_codes(row, largest) if abs(headroom - 1) < 1e-3 and flushed <= 0.01 else None
+    if limit is not None:
+        return (
+            f"no value grew, and its largest is off by as much as a conversion that stops at {limit:.3g} in place of"
+            f" {largest:.6g} leaves: it saturates too early, as for another format"
         )
     if row["gain"] is not None and abs(headroom - 1) < 1e-3 and (row["cosine"] or 0.0) >= 0.9 and abs(row["gain"] - 1) > 0.03:
         return (
@@ -290,6 +301,25 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
             " treats some exponents otherwise), or blocks have scales of others that are no smaller"
         )
     return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
+
+
+def _are_unrelated(row: dict[str, Any]) -> bool:
+    """Return whether the values have the size of the tensor's and no direction in common with them."""
+    cosine, norm_ratio = row["cosine"], row["norm_ratio"]
+    return cosine is not None and norm_ratio is not None and abs(cosine) < 0.3 and 0.5 < norm_ratio < 2
+
+
+def _limit_of_codes(row: dict[str, Any], largest: float) -> float | None:
+    """Return the code at which a conversion stops short of the format's largest; None where it does not.
+
+    Under one scale that its amax fills, values that are cut off at L have sum_xy >= sum_y2, as no element grows, and the largest
+    error is that of the amax: L = max - max_abs_err / scale_inv.
+    """
+    gain, norm_ratio, scale = row["gain"], row["norm_ratio"], row["scale_inv_max"]
+    if gain is None or norm_ratio is None or row["max_abs_err"] is None or not scale or scale != row["scale_inv_min"]:
+        return None
+    limit = largest - float(row["max_abs_err"]) / float(scale)
+    return limit if gain >= norm_ratio**2 and gain < 0.97 and largest / 1024 < limit < 0.9 * largest else None
 
 
 def _by_direction(cosine: float | None, gain: float | None, norm_ratio: float | None) -> str:

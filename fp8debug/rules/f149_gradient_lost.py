@@ -15,15 +15,15 @@ from fp8debug.rules.reading.traces import percent
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE = (
-    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use"),
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED = (
+    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked"),
 )
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
 _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
-          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use"}  # fmt: skip
+          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use", _MASKED: "gradient-in-part"}  # fmt: skip
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
@@ -38,6 +38,8 @@ _CURES = {
     _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
     _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip)",
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
+    _MASKED: "if no mask or hook freezes these elements on purpose, check what writes weight.grad after wgrad: shards that are not"
+    " gathered, a buffer that is filled in part",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
     " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
 }
@@ -56,7 +58,8 @@ class GradientLost(Rule):
         others move), gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
         weight.grad between them: a program that does may join the gradients of two losses as it likes),
         gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
-        one use's, and not as their sum), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A
+        one use's, and not as their sum), gradient-in-part (zeros where wgrad gave none, as a mask leaves them, which is
+        information), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A
         common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
         so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding that is
         tied to a head, noise), nothing is concluded; nor where
@@ -91,6 +94,8 @@ class GradientLost(Rule):
           are of samples of the elements, up to 6 % apart [measured]); square of another use over it; and sampled steps at
           which it is so large. The square of a sum is 1 + s + 2 c sqrt(s) times the use's, at share s and cosine c of the
           two: 1.5 or more unless they oppose each other.
+        - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at the
+          same step. No published basis; it is information, as a program may mask gradients on purpose.
         - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839.
     """
 
@@ -112,6 +117,8 @@ class GradientLost(Rule):
     max_use_error: float = 0.15
     min_use_share: float = 0.5
     min_use_steps: int = 3
+    min_part_rate: float = 0.05
+    max_zero_rate: float = 0.001
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -247,8 +254,9 @@ class GradientLost(Rule):
         """Return the findings of weights with one pass a step, or more, whose gradient never arrives though wgrad gave one."""
         query = (
             "SELECT u.module AS module, u.step AS step, u.num_grad IS NULL AS absent, g.sum_y2 AS passes2,"
-            " u.num_moved AS num_moved, coalesce(u.num_grad, 0) AS num_grad FROM updates u JOIN"
-            " (SELECT step, module, max(sum_y2) AS sum_y2 FROM raw WHERE actual AND tensor = 'grad_weight'"
+            " u.num_moved AS num_moved, coalesce(u.num_grad, 0) AS num_grad, u.num_sampled AS num_sampled,"
+            " g.zero_rate AS zero_rate FROM updates u JOIN"
+            " (SELECT step, module, max(sum_y2) AS sum_y2, max(num_zero / numel) AS zero_rate FROM raw WHERE actual AND tensor = 'grad_weight'"
             f" AND reference = 'shadow' AND num_nan + num_inf = 0 AND num_zero <= {1 - self.min_nonzero_rate} * numel"
             " GROUP BY step, module) g ON g.step = u.step AND g.module = u.module"
             " WHERE g.sum_y2 > 0 AND coalesce(u.lr, 1) > 0 ORDER BY u.step, u.module"
@@ -258,25 +266,28 @@ class GradientLost(Rule):
         modules: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             modules.setdefault(row["module"], []).append(row)
-        for kind in (_EMPTY, _ABSENT):
+        for kind in (_EMPTY, _ABSENT, _MASKED):
             shown = {}
             for module, seen in modules.items():
                 ill = _to_the_end(seen, lambda row, kind=kind: self._has_none(row, kind))  # type: ignore[misc]  # bound now
-                if module not in known and len(ill) >= self.min_empty_steps and (kind == _EMPTY or moves):
+                if module not in known and len(ill) >= self.min_empty_steps and (kind != _ABSENT or moves):
                     shown[module] = ill
             yield from self._finding(run, kind, shown, places)
 
     def _has_none(self, row: Mapping[str, Any], kind: str) -> bool:
-        """Return whether an optimizer gets a gradient of zeros, or none while the weight stands still."""
+        """Return whether an optimizer gets a gradient of zeros, in part or in whole, or none while the weight stands still."""
         if kind == _EMPTY:
             return not row["absent"] and not row["num_grad"]
+        if kind == _MASKED:
+            is_whole = row["zero_rate"] <= self.max_zero_rate and row["num_sampled"]
+            return bool(is_whole and 0 < row["num_grad"] <= (1 - self.min_part_rate) * row["num_sampled"])
         return bool(row["absent"]) and not row["num_moved"]
 
     def _finding(
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
-        severity = Severity.WARNING if kind in (_ABSENT, _SCALED) else Severity.ERROR
+        severity = {_ABSENT: Severity.WARNING, _SCALED: Severity.WARNING, _MASKED: Severity.INFO}.get(kind, Severity.ERROR)
         others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]
@@ -293,6 +304,10 @@ class GradientLost(Rule):
             return 0.0, 0.0, "gets a weight.grad of zeros, though wgrad gave a gradient, for the weight"
         if kind == _ABSENT:
             return 0.0, 0.0, "gets no weight.grad, though wgrad gave a gradient, and does not move the weight"
+        if kind == _MASKED:
+            lost = 1 - row["num_grad"] / row["num_sampled"]
+            text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none, for the weight"
+            return lost, self.min_part_rate, text
         if kind == _SCALED:
             gain = row["given_passes"] / row["passes2"]
             return gain, self.min_gain, f"gets {gain:.3g} times the sum of the microbatches' gradients for the weight"

@@ -43,6 +43,9 @@ HAS_SHRUNK = "(num_saturated > 0 AND norm_ratio < 1 AND sum_xy >= sum_y2)"
 _MAX_NOISE_DB, _MAX_NOISE_SHARE = 20.0, 0.25
 #: Cosine from which on values are those of the weight, under wrong scales: a factor of up to 2 for each block leaves 0.95.
 _MIN_COSINE = 0.9
+#: Cosine below which values of the weight's size are another tensor's or lie in other places: of independent ones it is about
+#: 1 / sqrt(numel).
+_MAX_UNRELATED = 0.3
 #: Range of SQNR, in dB, of noise that is the same at all steps. No published basis.
 _STEADY_NOISE_DB = 2.0
 
@@ -225,5 +228,11 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
         bad, good = row["bad_row_rate"], row["good_row_rate"]
         return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
     if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
-        return "it is so from the first step on, before any update could part them"
+        where = "it is so from the first step on, before any update could part them"
+        if abs(row["cosine"]) < _MAX_UNRELATED and abs(row["norm_ratio"] - 1) < 0.5:
+            where += (
+                f"; cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}: another weight's values (another expert's, layer's"
+                " or shard's), or its own in other places"
+            )
+        return where
     return ""
