@@ -59,8 +59,8 @@ class ScaleGrid(Rule):
         - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight that is
           too short, with its error across its FP8 values, is an older one of its own (F112).
         - min_elements 256: elements; a small tensor says little. No published basis.
-        - max_unrelated 0.25: cosine, as a share of the least that scales in a random order leave, 4 r / (1 + r)^2 where the largest
-          is r times the smallest; below, data of the right size are another tensor's or an older one's (F128). The share
+        - max_unrelated 0.25: cosine, as a share of the least that scales in a random order leave, 4 r / (1 + r)^2 where the
+          largest is r times the smallest; below, data of the right size are another tensor's or an older one's (F128). The share
           allows for orders in which large blocks get small scales.
     """
 
@@ -141,7 +141,7 @@ class ScaleGrid(Rule):
     def _is_of_another_tensor(self, row: dict[str, Any]) -> bool:
         """Return whether the data cannot be the tensor's, under whatever order of its scales.
 
-        Blocks at random under scales s of each other have the cosine E[s]^2 / E[s^2], which by Kantorovich's inequality is at least
+        Blocks at random under scales s of each other have the cosine E[s]^2 / E[s^2], by Kantorovich's inequality at least
         4 r / (1 + r)^2 where the largest scale is r times the smallest. Data of another tensor have about 0, at the right size.
         """
         smallest, largest = row["scale_inv_min"], row["scale_inv_max"]

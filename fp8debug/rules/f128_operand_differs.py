@@ -91,6 +91,9 @@ class OperandDiffers(Rule):
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
+        - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
+          of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
+          1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
         - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
     """
 
@@ -112,6 +115,7 @@ class OperandDiffers(Rule):
     max_unmeasured_underflow: float = 0.5
     early_steps: int = 4
     max_unmeasured_headroom: float = 8.0
+    max_amax_floor: float = 1e-12
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -163,7 +167,8 @@ class OperandDiffers(Rule):
             trace = whole.where(lambda row, floor=floor: row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
-                yield self._finding(trace, floor, is_current)
+                finding = self._finding(trace, floor, is_current)
+                yield _below_floor(finding, trace) if self._is_below_amax_floor(trace) else finding
         told = {(trace.module, trace.gemm, trace.tensor) for trace in found}
         for whole in traces(run, self._elements):
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
@@ -234,6 +239,13 @@ class OperandDiffers(Rule):
         finding = trace.finding(self, Severity.WARNING, message, value=more, threshold=self.max_element_error)
         return replace(finding, name="element-differs", cure=_ROUNDING)
 
+    def _is_below_amax_floor(self, trace: Trace) -> bool:
+        """Return whether every scale is that of an amax floor as stacks have it, above a tensor of next to nothing."""
+        if trace.cast is None:
+            return False
+        limit = self.max_amax_floor * (1 + 1e-3) / FORMATS[trace.cast.format].max
+        return all(row["headroom"] is not None and row["headroom"] < 1 and row["scale_inv_max"] <= limit for row in trace.rows)
+
     def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
         row = trace.least("sqnr_db")
         since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
@@ -245,6 +257,17 @@ class OperandDiffers(Rule):
             f" {candidates(row, _flushing_headroom(trace), largest)}"
         )
         return trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
+
+
+def _below_floor(finding: Finding, trace: Trace) -> Finding:
+    """Return the information that a tensor of next to nothing lies below the amax floor of its scales."""
+    row = trace.least("sqnr_db")
+    floor = FORMATS[trace.cast.format].max * row["scale_inv_max"] if trace.cast is not None else 0.0
+    message = (
+        f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']} ({len(trace.rows)}"
+        f" sampled steps): its amax of {row['headroom'] * floor:.2g} lies below the amax floor of {floor:.2g} that its scales show"
+    )
+    return replace(finding, severity=Severity.INFO, message=message)
 
 
 def _flushing_headroom(trace: Trace) -> float:

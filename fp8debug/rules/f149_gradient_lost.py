@@ -23,7 +23,8 @@ _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_g
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
 _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
-          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use", _MASKED: "gradient-in-part"}  # fmt: skip
+          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
+          _MASKED: "gradient-in-part"}  # fmt: skip
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",

@@ -37,7 +37,7 @@ def to_fp8(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tens
     """Return (data, decode factors) with one scale for the tensor, or for each line along ``dim``."""
     x = x.float()
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
+    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax.clamp(min=1e-12)
     return (x * scale).to(dtype), scale.reciprocal()
 
 

@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--low-bit", action="store_true", help="60 runs in nvfp4, mxfp4, mxfp6, mxfp8 and fnuz instead")
     parser.add_argument("--out", type=Path, help="JSON lines; runs that are in it are not run again")
     parser.add_argument("--runs", type=Path, help="keep the runs there; what is there is judged again, not trained again")
-    parser.add_argument("--skip", type=int, default=0, metavar="NUM", help="leave out the first NUM runs of the order, which is fixed")
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="NUM", help="leave out the first NUM runs of the order, which is fixed"
+    )
     parser.add_argument("--short", action="store_true", help="leave out the runs of 2,000 steps")
     parser.add_argument("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no further run after that")
     parser.add_argument("--verbose", action="store_true", help="print the messages of what was found")
