@@ -265,7 +265,7 @@ def _below_floor(finding: Finding, trace: Trace) -> Finding:
     floor = FORMATS[trace.cast.format].max * row["scale_inv_max"] if trace.cast is not None else 0.0
     message = (
         f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']} ({len(trace.rows)}"
-        f" sampled steps): its amax of {row['headroom'] * floor:.2g} lies below the amax floor of {floor:.2g} that its scales show"
+        f" sampled steps): its amax of {row['headroom'] * floor:.2g} is below the amax floor of {floor:.2g} that its scales show"
     )
     return replace(finding, severity=Severity.INFO, message=message)
 
