@@ -39,8 +39,8 @@ _CURES = {
     _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
     _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip)",
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
-    _MASKED: "if no mask or hook freezes these elements on purpose, check what writes weight.grad after wgrad: shards that are not"
-    " gathered, a buffer that is filled in part",
+    _MASKED: "if no mask or hook freezes these elements on purpose, check what writes weight.grad after wgrad: shards that are"
+    " not gathered, a buffer that is filled in part",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
     " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
 }
@@ -95,8 +95,8 @@ class GradientLost(Rule):
           are of samples of the elements, up to 6 % apart [measured]); square of another use over it; and sampled steps at
           which it is so large. The square of a sum is 1 + s + 2 c sqrt(s) times the use's, at share s and cosine c of the
           two: 1.5 or more unless they oppose each other.
-        - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at the
-          same step. No published basis; it is information, as a program may mask gradients on purpose.
+        - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
+          the same step. No published basis; it is information, as a program may mask gradients on purpose.
         - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839.
     """
 
@@ -257,8 +257,9 @@ class GradientLost(Rule):
             "SELECT u.module AS module, u.step AS step, u.num_grad IS NULL AS absent, g.sum_y2 AS passes2,"
             " u.num_moved AS num_moved, coalesce(u.num_grad, 0) AS num_grad, u.num_sampled AS num_sampled,"
             " g.zero_rate AS zero_rate FROM updates u JOIN"
-            " (SELECT step, module, max(sum_y2) AS sum_y2, max(num_zero / numel) AS zero_rate FROM raw WHERE actual AND tensor = 'grad_weight'"
-            f" AND reference = 'shadow' AND num_nan + num_inf = 0 AND num_zero <= {1 - self.min_nonzero_rate} * numel"
+            " (SELECT step, module, max(sum_y2) AS sum_y2, max(num_zero / numel) AS zero_rate FROM raw"
+            " WHERE actual AND tensor = 'grad_weight' AND reference = 'shadow'"
+            f" AND num_nan + num_inf = 0 AND num_zero <= {1 - self.min_nonzero_rate} * numel"
             " GROUP BY step, module) g ON g.step = u.step AND g.module = u.module"
             " WHERE g.sum_y2 > 0 AND coalesce(u.lr, 1) > 0 ORDER BY u.step, u.module"
         )

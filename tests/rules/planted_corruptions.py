@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import fp8debug
 from tests.adapters.linears import ScaledLinear
@@ -22,7 +21,6 @@ from tests.bench.situations.stack import (
     Model,
     fp8_gemm_nt,
     library,
-    quantized,
     train,
     values,
     with_fault,

@@ -229,10 +229,10 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
         return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
     if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
         where = "it is so from the first step on, before any update could part them"
-        if abs(row["cosine"]) < _MAX_UNRELATED and abs(row["norm_ratio"] - 1) < 0.5:
+        if 0.5 < row["norm_ratio"] < 1.5 and abs(row["cosine"]) < _MAX_UNRELATED:
             where += (
-                f"; cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}: another weight's values (another expert's, layer's"
-                " or shard's), or its own in other places"
+                f"; cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}: another weight's values (another expert's,"
+                " layer's or shard's), or its own in other places"
             )
         return where
     return ""
