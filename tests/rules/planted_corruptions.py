@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +52,13 @@ class Corruption:
 CORRUPTIONS: dict[str, Corruption] = {}
 
 
-def _corruption(*sites: tuple[str, str], codes: Sequence[str], words: Sequence[str], modules: Sequence[str] = (DOWN,)) -> Any:
-    def add(record: Callable[[Path], None]) -> Callable[[Path], None]:
+Record = Callable[[Path], None]
+
+
+def _corruption(
+    *sites: tuple[str, str], codes: Sequence[str], words: Sequence[str], modules: Sequence[str] = (DOWN,)
+) -> Callable[[Record], Record]:
+    def add(record: Record) -> Record:
         CORRUPTIONS[record.__name__] = Corruption(record=record, modules=modules, sites=sites, codes=codes, words=words)
         return record
 
@@ -158,11 +164,11 @@ def square_weight_not_transposed(path: Path) -> None:
 def bias_dropped(path: Path) -> None:
     class Fault(BlockLinear):
         def forward(self, x: Tensor) -> Tensor:
-            bias, self.bias = self.bias, None
+            bias, self._parameters["bias"] = self._parameters["bias"], None
             try:
                 return super().forward(x)
             finally:
-                self.bias = bias
+                self._parameters["bias"] = bias
 
     _short(with_fault(Fault, bias=True), path)
 
@@ -177,7 +183,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         share = self.router(x.float()).softmax(-1)
-        return x + share[:, :1] * self.first(x) + share[:, 1:] * self.second(x)
+        return cast(Tensor, x + share[:, :1] * self.first(x) + share[:, 1:] * self.second(x))
 
 
 @_corruption(("fprop", "weight"), codes=("F128", "F121"), words=("another expert",), modules=("blocks.1.first.down",))
@@ -200,7 +206,7 @@ def gradient_lost_under_torchao(path: Path) -> None:
     model = Model(nn.Linear, hidden=384)
     config = Float8LinearConfig(emulate=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
-    weight = model.get_submodule(DOWN).weight
+    weight = cast(Tensor, model.get_submodule(DOWN).weight)
 
     def lose(gradient: Tensor) -> Tensor:
         kept = gradient.clone()
@@ -213,35 +219,22 @@ def gradient_lost_under_torchao(path: Path) -> None:
 
 @_corruption(("fprop", "weight"), codes=("F128",), words=("never written", "zero"))
 def an_eighth_of_the_rows_unwritten_rowwise(path: Path) -> None:
-    class Fault(ScaledLinear):
-        rowwise = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    model = Model(ScaledLinear).bfloat16()
-    down = model.get_submodule(DOWN)
     inner = torch._scaled_mm
 
     def scaled_mm(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
-        if down.training_now:
-            data = b.t().contiguous()
-            data.view(torch.uint8)[: len(data) // 8] = 0
-            b = data.t()
-        return inner(a, b, *args, **options)
+        data = b.t().contiguous()
+        data.view(torch.uint8)[: len(data) // 8] = 0
+        return inner(a, data.t(), *args, **options)
 
-    class Planted(Fault):
-        training_now = False
+    class Planted(ScaledLinear):
+        rowwise = True
 
         def forward(self, x: Tensor) -> Tensor:
-            self.training_now = True
-            torch._scaled_mm, kept = scaled_mm, torch._scaled_mm
-            try:
+            with patch.object(torch, "_scaled_mm", scaled_mm):
                 return super().forward(x)
-            finally:
-                torch._scaled_mm = kept
-                self.training_now = False
 
+    model = Model(ScaledLinear).bfloat16()
+    down = model.get_submodule(DOWN)
     down.__class__ = Planted
     _short(model, path)
 
