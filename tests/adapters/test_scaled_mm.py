@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,14 +54,21 @@ def test_all_three_gemms_and_the_training_as_it_was(tmp_path: Path, options: dic
     assert not run.sql("SELECT * FROM events").to_pylist()
 
 
-def test_shapes_that_fit_both_ways_are_read_as_in_other_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("has_unequal", [False, True])
+def test_shapes_that_fit_both_ways_are_read_as_in_other_modules_or_as_the_output_lies(
+    has_unequal: bool, turned: bool, bias: bool, tmp_path: Path
+) -> None:
     """As many tokens as outputs, or a square weight: the transposed GEMM has the same shapes."""
     torch.manual_seed(0)
     num_tokens = batch(0).shape[0] * batch(0).shape[1]
-    net = nn.Sequential(ScaledLinear(64, 96), ScaledLinear(96, num_tokens), ScaledLinear(num_tokens, num_tokens)).bfloat16()
+    widths = [64, *([96] if has_unequal else []), num_tokens, num_tokens]
+    net = nn.Sequential(*(ScaledLinear(*pair, bias=bias) for pair in pairwise(widths))).bfloat16()
     for linear in net:
-        cast(Any, linear).turned = True
+        cast(Any, linear).turned = turned
     run = record(tmp_path / "run", net, steps=1)
+    assert len(rows(run, "reference = 'operand'")) == 6 * len(net) - 2
     for row in rows(run, "reference = 'operand'"):
         is_gradient = row["tensor"] == "grad_output"
         assert row["cast_name"].startswith("e5m2" if is_gradient else "e4m3fn"), row

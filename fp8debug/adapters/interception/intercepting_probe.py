@@ -230,7 +230,7 @@ class InterceptingProbe(Probe):
         if reference is None:
             return
         flat, call.weight = call.as_quantized(x), reference
-        gemm = self._forward_gemm(gemms, flat, reference)
+        gemm = self._forward_gemm(gemms, flat, reference, output)
         if gemm is None:
             return
         version = call.arguments.get(id(x))
@@ -271,9 +271,11 @@ class InterceptingProbe(Probe):
         assert found is not None  # or it had been given up
         return found.detach()
 
-    def _forward_gemm(self, gemms: Sequence[SeenGemm], x: Tensor, weight: Tensor) -> SeenGemm | None:
+    def _forward_gemm(self, gemms: Sequence[SeenGemm], x: Tensor, weight: Tensor, output: Tensor) -> SeenGemm | None:
         """Return the FP8 GEMM of a forward pass that is input by weight, as fprop has it; give up where none is."""
         tokens = x.shape[0]
+        if output.dim() > 1 and output.stride(-2) == 1 != output.stride(-1):  # a view of weight by input, or as that lies
+            self._listener.is_turned.setdefault((self._kind, Gemm.FPROP), True)
         fits = [fit for gemm in gemms if (fit := self._fitting(Gemm.FPROP, gemm, tokens, weight)) is not None]
         if not fits:
             self.give_up(f"{gemms[0]} is not input {list(x.shape)} by weight {list(weight.shape)} (padded, or in parts)")
@@ -440,7 +442,8 @@ class InterceptingProbe(Probe):
     def _fitting(self, which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
         """Return the GEMM as :func:`fitting` does; where its shapes fit both ways, as it ran in other modules of the class.
 
-        Values would tell, but to read them is to wait for the device. A wgrad of which nothing is known is turned with fprop.
+        Values would tell, but to read them is to wait for the device; the layout of the first module's output does, where no
+        shapes have told yet. A wgrad of which nothing is known is turned with fprop.
         """
         as_is, turned = readings(which, gemm, tokens, weight)
         if as_is is None or turned is None:
