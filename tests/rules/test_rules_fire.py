@@ -75,6 +75,51 @@ def test_an_early_clipping_counts_when_it_is_overwhelming(tmp_path: Path) -> Non
     assert [(f.code, f.module, f.steps) for f in triage(run)] == [("F101", CULPRIT, (3, 5))]
 
 
+#: 2 % of a tensor clip in a run of six sampled steps, all of them within the warm-up.
+SHORT = {"num_saturated": share(0.02), "headroom": 1.5, "sqnr_db": 19.0, "gain": 0.98}
+
+
+@pytest.mark.parametrize(("num_steps", "found"), [(6, ["F101"]), (3, [])])
+def test_a_static_scale_that_clips_in_a_short_run_has_no_growth_to_blame(
+    tmp_path: Path, num_steps: int, found: list[str]
+) -> None:
+    slots = {**SHORT, "cast_name": "e4m3fn tensorwise static(0.01)"}
+    overrides = [Override(**{**INPUT, "steps": (0, None), "reference": "operand"}, slots=slots)]
+    plan = {"recipe": "tensorwise_delayed", "every": 1, "num_steps": num_steps, "overrides": overrides}
+    assert [f.code for f in triage(build(tmp_path / "run", **plan)) if f.code == "F101"] == found
+
+
+@pytest.mark.parametrize(("growth", "is_left_behind"), [(1.0, True), (1.5, False)], ids=["constant tensor", "growing tensor"])
+def test_a_delayed_scale_below_an_amax_of_its_own_history_is_left_behind(
+    tmp_path: Path, growth: float, is_left_behind: bool
+) -> None:
+    """A tensor that grows by half a step clips under the amax of the step before, and every scale holds what it has seen."""
+    site = {**INPUT, "reference": "operand"}
+    overrides = [
+        Override(
+            **{**site, "steps": (step, step + 1)},
+            slots={**SHORT, "amax": 100 * growth**step, "scale_inv_max": 100 * growth**step / 1.5 / 448},
+        )
+        for step in range(6)
+    ]
+    plan = {"recipe": "tensorwise_delayed", "every": 1, "num_steps": 6, "overrides": overrides}
+    found = [f for f in triage(build(tmp_path / "run", **plan)) if f.code == "F101" and f.severity is Severity.ERROR]
+    assert bool(found) is is_left_behind
+    assert all("nor does it hold what the tensor had at earlier sampled steps" in f.message for f in found)
+
+
+@pytest.mark.parametrize(("scale_inv", "severity"), [(1e-12 / 448, Severity.INFO), (1e-9 / 448, Severity.ERROR)])
+def test_a_tensor_below_the_usual_amax_floor_is_information(tmp_path: Path, scale_inv: float, severity: Severity) -> None:
+    slots = {
+        "sqnr_db": 0.0, "gain": 0.0, "num_underflow": share(1.0), "amax": scale_inv * 448 * 1e-6, "headroom": 1e-6,
+        "scale_inv_min": scale_inv, "scale_inv_max": scale_inv,
+    }  # fmt: skip
+    overrides = [Override(**{**INPUT, "steps": (0, None), "reference": "operand"}, slots=slots)]
+    found = [f for f in triage(build(tmp_path / "run", overrides=overrides)) if f.code == "F128"]
+    assert [f.severity for f in found] == [severity]
+    assert ("below the amax floor of 1e-12" in found[0].message) is (severity is Severity.INFO)
+
+
 def test_a_small_tensor_is_not_judged_by_its_rates(tmp_path: Path) -> None:
     tiny = {"numel": 64, "num_zero": 0, "num_saturated": 4, "headroom": 1.4, "num_underflow": 6}
     run = build(tmp_path / "run", recipe="tensorwise_delayed", overrides=[Override(slots=tiny, reference="operand")])
