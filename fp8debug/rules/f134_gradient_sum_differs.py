@@ -102,7 +102,7 @@ class GradientSumDiffers(Rule):
             sqnr, gain = float(row["grad_sum_sqnr_db"]), row["grad_sum_gain"]
             message = (
                 f"weight.grad is not the sum of its microbatches' gradients at step {row['step']}: {gain:.2g} times it and"
-                f" {sqnr:.1f} dB from it, where it equals the first one"
+                f" {sqnr:.1f} dB from it, though after the first one it equals that one's"
             )
             yield trace.finding(self, Severity.ERROR, message, value=sqnr, threshold=self._limit(row), unit="dB")
 

@@ -14,6 +14,8 @@ from fp8debug import Cast
 from tests.bench.remedies.bench import Setting, Trial, deep, mixture, wide
 
 SUMS = Setting(micro=4)
+#: Of two microbatches F134 cannot judge the sum, and F149 has what the optimizer gets.
+TWO = Setting(micro=2)
 #: Updates of 1e-4 round away in BF16 weights of 0.1, whose spacing is 5e-4.
 SMALL_RATE = Setting(steps=60, lr=1e-4, dtype=torch.bfloat16)
 
@@ -118,8 +120,8 @@ TRIALS: tuple[Trial, ...] = (
         cured=replace(SUMS, sums_in_fp32=True),
     ),
     Trial(
-        fault="overwritten_gradient", code="F149", cure="sums outside weight.grad", setting=SUMS,
-        cured=replace(SUMS, sums_in_fp32=True),
+        fault="overwritten_gradient", code="F149", cure="sums outside weight.grad", setting=TWO,
+        cured=replace(TWO, sums_in_fp32=True),
     ),
     Trial(
         fault=None, code="F135", cure="FP32 masters", module=None, setting=SMALL_RATE,
