@@ -87,6 +87,10 @@ class CastRecorder:
             self._slots[id(q)] = q, found
         return q
 
+    def makes_pairs(self, x: Tensor) -> bool:
+        """Return whether kernels, which alone make two casts at once, take a tensor."""
+        return takes_kernels(x)
+
     def quantize_pair(
         self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast
     ) -> tuple[CastWithSlots, CastWithSlots] | None:

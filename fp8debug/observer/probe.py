@@ -24,7 +24,6 @@ from fp8debug.kernels.dispatch import (
     histogram,
     observe,
     on_device,
-    takes_kernels,
 )
 from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sampling import Sample
@@ -167,7 +166,7 @@ class Probe(StepState):
         self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast
     ) -> tuple[CastWithSlots, CastWithSlots] | None:
         """Quantize an operand for two GEMMs at once, as :meth:`CastRecorder.quantize_pair` does; None as :meth:`quantize`."""
-        return None if foreign_mode_active() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
+        return None if foreign_mode_active() or not self._casts.makes_pairs(x) else self._quantize_pair(key, x, cast, other)
 
     @isolated
     def _quantize_pair(

@@ -231,7 +231,9 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             rounded(0.1, 0.98)(step, CULPRIT) if step < 30 else
             {**rounded(1.0, 0.0)(step, CULPRIT), "sum_intended2": 8192 * 1e-5**2})},
         "a learning rate of 0": {"updates": rounded(1.0, 0.0, lr=0.0)},
-        "sparse gradients under another formula": {"updates": rounded(
-            0.0, 0.0, num_intended=None, num_lost=None, sum_intended2=None, sum_intended_update=None, num_moved=60, num_grad=60)},
+        "sparse gradients under another formula": {
+            "overrides": [Override(tensor="grad_weight", slots={"num_zero": lambda row: row["numel"] - 60})],
+            "updates": rounded(0.0, 0.0, num_intended=None, num_lost=None, sum_intended2=None, sum_intended_update=None,
+                               num_moved=60, num_grad=60)},
     },
 }  # fmt: skip
