@@ -124,18 +124,17 @@ class LossSpikeNotFp8(Rule):
                 cause = f"what made it in the step before was not recorded: the last sampled step before is {start}"
                 name = "nonfinite-loss-unseen"
                 return replace(finding, name=name, message=f"{began}; {cause}", cure=again, origin=None)
-            cause = "no Linear produced it: it came with the initial weights or a checkpoint"
+            cause = f"{_no_linear(run)}: it came with the initial weights or a checkpoint"
             if step - 1 in sampled:
-                cause = (
-                    f"no Linear produced it: step {step - 1} was recorded too, and all tensors of Linears read there are finite"
-                )
+                cause = f"{_no_linear(run)}: step {step - 1} was recorded too, and all tensors of Linears read there are finite"
             return replace(finding, name="nonfinite-weight", message=f"{began}; {cause}", cure=WEIGHT)
         if origin.kind == "outside":
-            before = ", and no Linear is computed before it"
+            kind = "recorded Linear" if _unrecorded(run) else "Linear"
+            before = f", and no {kind} is computed before it"
             if row["gemm"] != "fprop":
-                before = ": the forward pass is finite, and no Linear's backward pass comes before"
+                before = f": the forward pass is finite, and no {kind}'s backward pass comes before"
             before = f"; {origin.before}, computed before it, was finite" if origin.before else before
-            message = f"{first}; no Linear produced it{before}; {lost.what}"
+            message = f"{first}; {_no_linear(run)}{before}; {lost.what}"
             cure = BACKWARD if row["gemm"] != "fprop" else OUTSIDE
             more = "" if origin.step in sampled else "; record around it with every=1"
             return replace(finding, name="nonfinite-from-outside", message=message, cure=f"{cure}{more}")
@@ -156,12 +155,12 @@ class LossSpikeNotFp8(Rule):
         is_counted = all(run.has(column) for column in ("num_nan", "num_inf"))
         if step in sampled and is_counted:
             message = (
-                f"{lost.what}; no Linear produced it: all tensors of Linears read at that step are finite, so the loss"
+                f"{lost.what}; {_no_linear(run)}: all tensors of Linears read at that step are finite, so the loss"
                 f" function, or what lies between the last Linear and the loss, made it{later}"
             )
             return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
         if origin is not None and origin.count is None:  # what searches the forward pass of each step has passed this one
-            message = f"{lost.what}; no Linear produced it: the forward pass of that step was searched and is finite{later}"
+            message = f"{lost.what}; {_no_linear(run)}: the forward pass of that step was searched and is finite{later}"
             return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
         why = "which was not sampled" if step not in sampled else "at which NaN and Inf were not counted"
         message = f"{lost.what}, {why}: whether a cast did it was not recorded{later}"
@@ -214,6 +213,20 @@ def _tensor(row: Mapping[str, Any]) -> str:
     """Return what an operand or result is called, for people."""
     names = {("fprop", "input"): "forward input", ("fprop", "weight"): "weight", ("fprop", "output"): "forward output"}
     return names.get((row["gemm"], row["tensor"]), f"{row['gemm']} {row['tensor']}")
+
+
+def _unrecorded(run: Run) -> list[str]:
+    """Return the Linears of which no tensor was recorded: a NaN may be theirs."""
+    return [module["fqn"] for module in run.modules if not module.get("observed", True)]
+
+
+def _no_linear(run: Run) -> str:
+    """Return that no Linear produced a NaN or Inf, as far as Linears were recorded."""
+    names = _unrecorded(run)
+    if not names:
+        return "no Linear produced it"
+    more = f" and {len(names) - 1} more are not)" if len(names) > 1 else " is not)"
+    return f"no recorded Linear produced it ({names[0]}{more}"
 
 
 def _elements(origin: NonfiniteOrigin) -> str:

@@ -57,7 +57,8 @@ def test_one_from_outside_accuses_no_linear(tmp_path: Path) -> None:
     findings, _ = record(tmp_path / "run", model)
     assert [(f.code, f.name, f.module, f.steps[0]) for f in findings] == [("F125", "nonfinite-from-outside", "blocks.1.down", AT)]
     assert findings[0].message.startswith(
-        "first NaN/Inf: the forward input of blocks.1.down at step 7; no Linear produced it; blocks.1.up, computed before it"
+        "first NaN/Inf: the forward input of blocks.1.down at step 7; no recorded Linear produced it (head is not); blocks.1.up,"
+        " computed before it"
     )
 
 
@@ -208,7 +209,7 @@ def test_a_gradient_from_outside_is_dated_between_two_samples(tmp_path: Path) ->
         ("F125", "nonfinite-from-outside", "blocks.1.down", "dgrad", "grad_output", AT + 1)
     ]
     assert findings[0].message.startswith(
-        f"first NaN/Inf: the dgrad grad_output of blocks.1.down at step {AT}; no Linear produced"
+        f"first NaN/Inf: the dgrad grad_output of blocks.1.down at step {AT}; no recorded Linear produced"
     )
 
 
