@@ -62,6 +62,7 @@ class WrongFormat(Rule):
         - max_share 0.34: of the modules, those whose gradients differ from the others', of three modules or more. No published
           basis.
         - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
+        - warmup 8: first steps of a run, whose gradients alone do not tell what range a training needs. As in F101.
         - min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
         - Seen in TransformerEngine #2754, Megatron-Bridge #638.
     """
@@ -80,6 +81,7 @@ class WrongFormat(Rule):
     min_steps: int = 2
     max_share: float = 0.34
     min_e4m3_db: float = 30.0
+    warmup: int = 8
 
     @property
     def _look(self) -> Look:
@@ -161,10 +163,12 @@ class WrongFormat(Rule):
 
     def _unneeded_range(self, trace: Trace) -> Iterable[Finding]:
         rows = [row for row in trace.rows if row["log2_hist"] is not None and row["amax"] and row["numel"] >= self.min_elements]
-        known = [one_scale_db(FORMATS["e4m3fn"], row["log2_hist"], row["amax"]) for row in rows]
-        if len(known) < min(self.min_steps, len(trace.sampled)) or min(known) < self.min_e4m3_db:
+        known = [(row["step"], one_scale_db(FORMATS["e4m3fn"], row["log2_hist"], row["amax"])) for row in rows]
+        num_later = sum(step >= trace.start + self.warmup for step, _ in known)
+        least = min((sqnr_db for _, sqnr_db in known), default=0.0)
+        if num_later < self.min_steps or least < self.min_e4m3_db:
             return
-        beside = f", where E4M3 gives {min(known):.1f} dB with a single scale for the tensor, and no less with one per block"
+        beside = f", where E4M3 gives {least:.1f} dB with a single scale for the tensor, and no less with one per block"
         yield self._finding(trace, Severity.INFO, f"runs {trace.cast_name}", beside=beside)
 
     def _finding(self, trace: Trace, severity: Severity, what: str, beside: str = ", E4M3 gives 31.5 dB") -> Finding:
