@@ -38,7 +38,7 @@ TITLES = {
 }
 #: Kind of modules that add their bias themselves, once.
 _OWN = "Fp8Linear"
-#: What is said of losses in which no spike and no divergence was found.
+#: Words for losses in which no spike and no divergence was found.
 FINE = "the loss is fine"
 MISMATCH_TITLE = "(c) loss fine, inference off"
 
