@@ -21,7 +21,7 @@ from tests.adapters.linears import CHECKPOINTS, ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
 
-BLOCKS, WIDTH, STEPS, EVERY = 3, 32, 4, 2
+BLOCKS, WIDTH, STEPS, TURNS, EVERY = 3, 32, 4, 8, 2
 pytestmark = [*COMPILES, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
@@ -181,6 +181,67 @@ def compare(program: Program, tmp_path: Path) -> None:
         {(r["step"], r["module"], r["gemm"], r["tensor"], r["reference"]) for r in rows(tmp_path / n)} for n in ("run", "eager")
     ]
     assert keys[0] == keys[1] and {key[0] for key in keys[0]} == {0, 2}
+
+
+def train_two(program: Program, path: Path | None, attached_at: int) -> tuple[list[float], list[Tensor], list[dict[str, Any]]]:
+    """Train two models in turn, the second on what the first gives and by both losses; watch the first from a step on."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    models = [Net(program).bfloat16().to(program.device) for _ in range(2)]
+    if program.recipe:
+        models = [cast(Net, fp8debug.convert(model, program.recipe)) for model in models]
+    for block in (block for model in models for block in model.blocks):
+        block.compile(fullgraph=True, **program.options)
+    watch: Any = None
+    losses = []
+    gradients: list[Tensor] = []
+    for step in range(TURNS):
+        torch.compiler.cudagraph_mark_step_begin()
+        if path is not None and step == attached_at:
+            watch = fp8debug.watch(models[0], path, every=EVERY, what_if=(), compiled="repeat")
+        given = torch.Generator().manual_seed(step)
+        x = torch.randn(16, WIDTH, generator=given).bfloat16().to(program.device)
+        with torch.no_grad():
+            wanted = models[1](x).clone()
+        made = models[0](x)
+        judged = models[1](made.detach().clone())
+        loss = (made.float() - wanted.float()).square().mean() + judged.float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = [p.grad.clone() for model in models for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p in (p for model in models for p in model.parameters() if p.grad is not None):
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.01)
+                p.grad = None
+        if watch is not None:
+            watch.step(loss=loss)
+    if watch is not None:
+        watch.close()
+    return losses, gradients, rows(path) if path else []
+
+
+def compare_two(program: Program, attached_at: int, tmp_path: Path) -> None:
+    alone = train_two(program, None, attached_at)
+    watched = train_two(program, tmp_path / "run", attached_at)
+    assert watched[0] == alone[0] and all(torch.equal(a, b) for a, b in zip(watched[1], alone[1], strict=True))
+    steps = {row["step"] for row in watched[2]}
+    assert steps == {step for step in range(TURNS - attached_at) if step % EVERY == 0}
+    assert {row["module"] for row in watched[2]} == {f"blocks.{i}.{name}" for i in range(BLOCKS) for name in ("up", "down")}
+    assert {row["gemm"] for row in watched[2]} == {"fprop", "dgrad", "wgrad"}
+
+
+@pytest.mark.parametrize("attached_at", [0, 3])
+def test_two_compiled_models_one_watched(attached_at: int, tmp_path: Path) -> None:
+    compare_two(Program(), attached_at, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attached_at", [0, 1, 4])
+@pytest.mark.parametrize("name", [name for name in CUDA_GRAPHS if name.startswith("reduce-overhead")])
+def test_two_models_share_cuda_graphs_one_watched_while_they_are_captured(name: str, attached_at: int, tmp_path: Path) -> None:
+    compare_two(CUDA_GRAPHS[name], attached_at, tmp_path)
 
 
 @pytest.mark.gpu
