@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.parity.after_head import judge_logits
-from fp8debug.parity.dump import PathDump, aligned, open_dump, parted
-from fp8debug.parity.logprobs import metrics_of, odd_logprobs
-from fp8debug.parity.measures import Measures, is_of_expert, measure_module, nmse
-from fp8debug.parity.names import Names, matched
+from fp8debug.parity.dump import PathDump, aligned, is_attention, layer_of, open_dump, parted
+from fp8debug.parity.logprobs import HEADS, metrics_of, odd_logprobs
+from fp8debug.parity.measures import Measures, is_of_expert, is_of_one_expert, measure_module, nmse
+from fp8debug.parity.names import ModuleOutput, Names, matched
 from fp8debug.parity.report import ParityReport
 from fp8debug.parity.rules import (
     ActivationCast,
@@ -54,6 +54,8 @@ ROUNDINGS_OF_ADAPTER = 4.0
 NO_CAST = 0.1
 #: Modules of one role among which the owner of a weight is looked for, and rows that are compared.
 MAX_PEERS, PEER_ROWS = 4096, 8
+#: Rows of a weight by which the part of an adapter in it is told.
+ADAPTER_ROWS = 256
 #: Cosine of two weights of one module from which on they are steps of one tensor.
 OTHER_TENSOR = 0.7
 _PATHS = ("training", "rollout")
@@ -103,7 +105,7 @@ def compare_paths(
         noise = {m.module if is_ours else _ours_of(m.module, found): m for m in floor}
     problems += _few_tokens(ours, theirs)
     metrics = metrics_of(ours, theirs, problems)
-    findings = [_located(finding, ours, theirs) for finding in judge(found, noise)]
+    findings = [_located(finding, ours, theirs, found, problems) for finding in judge(found, noise)]
     findings = judge_logits(findings, ours, theirs, found, _KERNEL, problems)
     findings += [_DIFFER.found(text, value=value, threshold=threshold, tensor="logprobs", cure=cure)
                  for dump, path in zip((ours, theirs), _PATHS, strict=True)
@@ -112,10 +114,7 @@ def compare_paths(
     findings += _other_tokens(ours, theirs)
     error = metrics.get("token_mult_prob_error")
     if not findings and error is not None and error > _DIFFER.max_error:
-        text = (
-            f"token_mult_prob_error is {error:.3g} over {metrics['num_tokens']} tokens; no recorded module differs beyond noise"
-        )
-        findings.append(_DIFFER.found(text, value=error, threshold=_DIFFER.max_error))
+        findings.append(_of_metric(error, metrics["num_tokens"], found))
     return ParityReport(
         findings,
         train=str(train),
@@ -126,6 +125,21 @@ def compare_paths(
         unmatched=left,
         problems=problems,
     )
+
+
+def _of_metric(error: float, num_tokens: int, found: Sequence[Measures]) -> PathFinding:
+    """Return the finding of a large difference of the log-probabilities that no module explains.
+
+    It is information where noise that each module passes on has grown to it: the head reads and gives other numbers, by no
+    difference of its own.
+    """
+    text = f"token_mult_prob_error is {error:.3g} over {num_tokens} tokens; no recorded module differs beyond noise"
+    head = next((m for m in reversed(found) if m.module.rpartition(".")[2] in HEADS), None)
+    if head is None or min(head.input or 0.0, head.output or 0.0) <= _KERNEL.max_same:
+        return _DIFFER.found(text, value=error, threshold=_DIFFER.max_error)
+    cure = "use batch-invariant kernels and one attention backend in both paths; --repeat measures the noise of one path"
+    text += f", which grows to {head.input:.2g} of the square of the head's input"
+    return _DIFFER.found(text, value=error, threshold=_DIFFER.max_error, severity=Severity.INFO, cure=cure)
 
 
 def _few_tokens(ours: PathDump, theirs: PathDump) -> list[str]:
@@ -157,33 +171,86 @@ def _other_tokens(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
     return [_DIFFER.found(text, tensor="tokens", value=float(place), cure=cure)]
 
 
-def _located(finding: PathFinding, ours: PathDump, theirs: PathDump) -> PathFinding:
-    """Say whose weight a stale one is, where it is that of another module of its role: names were mapped wrongly."""
-    name, other = finding.module, finding.theirs
-    if finding.code != _STALE.code or finding.tensor != "weight" or name not in ours.modules or other not in theirs.modules:
+def _located(
+    finding: PathFinding, ours: PathDump, theirs: PathDump, found: Sequence[Measures], problems: list[str]
+) -> PathFinding:
+    """Say whose weight a stale one is: that of another module of its role or of its parent, or its own without its adapter."""
+    m = next((one for one in found if one.module == finding.module), None)
+    if finding.code != _STALE.code or finding.tensor != "weight" or m is None:
         return finding
-    role = role_of(str(name))
-    peers = [one for one in ours.modules if one != name and role_of(one) == role][:MAX_PEERS]
     try:
-        with ExitStack() as stack:
-            held = theirs.weight(str(other), stack)
-            if held is None:
-                return finding
-            some = held[0].read(0, min(PEER_ROWS, held[1][0]))
-            for peer in peers:
-                with ExitStack() as inner:
-                    own = ours.weight(peer, inner)
-                    if own is None or own[1] != held[1]:
-                        continue
-                    error = nmse(own[0].read(0, len(some)), some)
-                limit = _CAST.max_cast if own[2] or held[2] else _STALE.max_same
-                if error is not None and error <= limit:
-                    text = f"{name}: the rollout's weight is training's {peer}: names are mapped wrongly"
-                    cure = "look at how names are mapped when weights are sent: pipeline stages, layer and expert numbers"
-                    return replace(finding, message=text, cure=cure)
-    except (OSError, ValueError):
+        return _of_adapter(finding, ours, theirs, m) or _of_peer(finding, ours, theirs, m) or finding
+    except (OSError, ValueError) as error:
+        problems.append(f"{one_line(m.module)}: whose weight the rollout has is not known: {one_line(str(error))}")
         return finding
-    return finding
+
+
+def _of_peer(finding: PathFinding, ours: PathDump, theirs: PathDump, m: Measures) -> PathFinding | None:
+    name, parent = m.module, m.module.rpartition(".")[0]
+    beside = [one for one in ours.modules if one != name and one.rpartition(".")[0] == parent]
+    peers = [*beside, *(one for one in ours.modules if one != name and role_of(one) == role_of(name) and one not in beside)]
+    start, number = m.weight_rows[1]
+    with ExitStack() as stack:
+        if not number or (held := theirs.weight(m.theirs, stack)) is None:
+            return None
+        some = held[0].read(start, start + min(PEER_ROWS, number))
+        for peer in peers[:MAX_PEERS]:
+            with ExitStack() as inner:
+                own = ours.weight(peer, inner)
+                if own is None or own[1] != (number, held[1][1]):
+                    continue
+                error = nmse(own[0].read(0, len(some)), some)
+            limit = _CAST.max_cast if own[2] or held[2] else _STALE.max_same
+            if error is not None and error <= limit:
+                how = "names are mapped wrongly"
+                cure = "look at how names are mapped when weights are sent: pipeline stages, layer and expert numbers"
+                if peer in beside:
+                    how = f"parts of {m.theirs if m.weight_rows[1][1] < held[1][0] else parent} are exchanged"
+                    cure = "look at the order in which the weights of a joined module are put together"
+                text = f"{name}: the rollout's weight is training's {peer}: {how}"
+                return replace(finding, message=text, cure=cure)
+    return None
+
+
+def _of_adapter(finding: PathFinding, ours: PathDump, theirs: PathDump, m: Measures) -> PathFinding | None:
+    """Return a finding that tells what part of one path's adapter is in the other's weight, if it explains the difference."""
+    if m.adapter[0] == m.adapter[1]:
+        return None
+    path = 0 if m.adapter[0] else 1
+    with_adapter, other = (ours, theirs) if m.adapter[0] else (theirs, ours)
+    names = m.module, m.theirs
+    start, number = m.weight_rows[1 - path]
+    with ExitStack() as stack:
+        sources = (
+            with_adapter.weight(f"{names[path]}.base_layer", stack),
+            with_adapter.weight(names[path], stack),
+            other.weight(names[1 - path], stack),
+        )
+        if any(one is None for one in sources) or not number:
+            return None
+        base, whole, held = (
+            one[0].read(first, first + min(ADAPTER_ROWS, number)).astype(float)
+            for one, first in zip(sources, (0, 0, start), strict=True)
+            if one is not None
+        )
+    delta, difference = whole - base, held - base
+    size = float((delta * delta).sum())
+    if not size > 0:
+        return None
+    part = float((delta * difference).sum()) / size
+    rest = float(((difference - part * delta) ** 2).sum()) / size
+    if rest > _SCALE.max_rest:
+        return None
+    other_path = _PATHS[1 - path]
+    if abs(part) < _SCALE.max_rest:
+        text = f"{m.module}: the {other_path}'s weight is that of the base, without the adapter that the {_PATHS[path]} adds"
+        cure = f"merge the adapter before the weights are loaded in the {other_path}, or load it there as well"
+    else:
+        text = (
+            f"{m.module}: the {other_path}'s weight has the adapter's product {part:.3g} times, the {_PATHS[path]} adds it once"
+        )
+        cure = "compare the adapter's scaling (alpha / r), and whether it was merged more than once"
+    return replace(finding, message=text, cure=cure, value=part)
 
 
 def _ours_of(name: str, found: Sequence[Measures]) -> str:
@@ -201,7 +268,8 @@ def _measured(
     pairs, mine, others = matched(list(ours.modules), list(theirs.modules), table)
     rows = aligned(ours, theirs)
     same = rows is None or _have_same_tokens(ours, theirs, rows)
-    found = []
+    found: list[Measures] = []
+    whole = _layers_alone((list(ours.modules), list(theirs.modules)), pairs)
     for number, (name, first, second) in enumerate(pairs):
         if progress is not None:
             progress(number, len(pairs), name)
@@ -209,10 +277,30 @@ def _measured(
             mine, others = [*mine, first.module], [*others, second.module]
             continue
         try:
-            found.append(measure_module(ours, theirs, name, first, second, rows, same_tokens=same))
+            one = measure_module(ours, theirs, name, first, second, rows, same_tokens=same)
+            found.append(replace(one, skipped=whole.get(name, ())))
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{one_line(name)} cannot be compared: {one_line(str(error))}")
     return found, [(name, "training") for name in mine] + [(name, "rollout") for name in others]
+
+
+def _layers_alone(
+    modules: tuple[Sequence[str], Sequence[str]], pairs: Sequence[tuple[str, ModuleOutput, ModuleOutput]]
+) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Return by common module the (path, layer) of layers that one path alone runs between it and the common one before it."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    known = [(name, first.module, second.module) for name, first, second in reversed(pairs)]
+    commons = [{own: name for name, own, _ in known}, {own: name for name, _, own in known}]
+    for path, names, common in zip(_PATHS, modules, commons, strict=True):
+        kept = {layer_of(name) for name in common}
+        alone: dict[str, None] = {}
+        for name in names:
+            if name in common:
+                found[common[name]] = (*found.get(common[name], ()), *((path, layer) for layer in alone))
+                alone = {}
+            elif (layer := layer_of(name)) is not None and layer not in kept:
+                alone[layer] = None
+    return found
 
 
 def _is_other_function(ours: PathDump, theirs: PathDump, name: str, other: str, table: Names) -> bool:
@@ -240,7 +328,7 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
     """
     noise = noise or {}
     levels = _level(modules, 0), _level(modules, 1)
-    least = _least(modules, levels)
+    limits = _limits(modules, levels)
     single: list[PathFinding] = []
     before = 0.0  # the largest difference of an output so far
     noise_before = 0.0
@@ -258,19 +346,36 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
             where = {"module": m.module, "theirs": m.theirs, "tensor": "output"}
             single.append(_DIFFER.found(text, **where, severity=Severity.ERROR, cure=cure))
             break
-        found = None if is_routed and _is_expert(m) else _routing(m, modules, place, repeated, before)
-        if found is not None:
-            is_routed = True
+        own = _weight(m, modules, repeated) or _arithmetic(m, levels, repeated)
+        if is_of_expert(m.module) and not is_of_one_expert(m.module):  # what experts share gets rows in the order of its kernel
+            single += [] if own is None else [own]
+            continue
+        routed = None if is_routed and _is_expert(m) else _routing(m, modules, place, repeated, before)
+        is_routed |= routed is not None
         is_routed |= _is_expert(m) and (m.num_rows[0] != m.num_rows[1] or (m.input or 0.0) > 1e-3)  # by noise
-        found = found or _weight(m, modules, repeated) or _arithmetic(m, levels, repeated)
-        found = found or _direct(m, repeated, before, noise_before, is_routed, least)
-        found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed, least)
+        if routed is not None and any(f.module == routed.module for f in single):
+            routed = None  # the router's own difference explains it
+        if routed is not None and own is not None and routed.module == m.module:
+            own, routed = replace(own, message=f"{own.message}; {m.flips or 0.0:.2%} of the tokens go to other experts"), None
+        found = routed or own or _direct(m, repeated, before, noise_before, is_routed, limits, single)
+        found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed, limits)
         if found is not None:
-            single.append(found)
+            single.append(_of_layer(found, m))
         before = max(before, m.output or 0.0)
         if repeated is not None:
             noise_before = max(noise_before, repeated.output or 0.0)
     return _joined(single, modules)
+
+
+def _of_layer(finding: PathFinding, m: Measures) -> PathFinding:
+    """Return the finding of a layer that one path alone runs, where it explains a difference that has no cause of its own."""
+    if not m.skipped or finding.code != _KERNEL.code or finding.value is None:
+        return finding
+    path, layer = m.skipped[0]
+    more = f" and {len(m.skipped) - 1} more layers" if len(m.skipped) > 1 else ""
+    text = f"{layer}{more}: run in the {path} alone, and {m.module} behind differs by {finding.value:.2g}"
+    cure = "compare the number of layers, pipeline stages and early exits of both paths; record both whole"
+    return _DIFFER.found(f"{text} of its square", module=layer, value=finding.value, threshold=finding.threshold, cure=cure)
 
 
 def _level(modules: Sequence[Measures], path: int) -> float:
@@ -279,11 +384,30 @@ def _level(modules: Sequence[Measures], path: int) -> float:
     return median(known) if known else 0.0
 
 
-def _least(modules: Sequence[Measures], levels: tuple[float, float]) -> float:
-    """Return the least difference that counts: less where the GEMMs of both paths show that they run in more than BF16."""
-    if not all(any(m.error[path] is not None for m in modules) for path in (0, 1)):
-        return _KERNEL.max_same
-    return min(_KERNEL.max_same, max(_KERNEL.max_same_fp32, ABOVE_NOISE * max(levels)))
+class Limits(NamedTuple):
+    """Least difference that counts where no repetition measured the noise.
+
+    Attributes:
+        plain: of modules.
+        attention: of attention, whose kernels round scores and probabilities or do not.
+    """
+
+    plain: float
+    attention: float
+
+    def of(self, name: str) -> float:
+        """Return that of a module, or of what a block computes."""
+        return self.attention if is_attention(name) else self.plain
+
+
+def _limits(modules: Sequence[Measures], levels: tuple[float, float]) -> Limits:
+    """Return the least differences: less where the GEMMs of both paths show that they run in more than BF16, or in FP32."""
+    plain, largest = _KERNEL.max_same, max(levels)
+    is_known = all(any(m.error[path] is not None for m in modules) for path in (0, 1))
+    if is_known:
+        plain = min(plain, max(_KERNEL.max_same_fp32, ABOVE_NOISE * largest))
+    is_fp32 = is_known and largest < _KERNEL.max_error_fp32
+    return Limits(plain, plain if is_fp32 else _KERNEL.max_attention * plain)
 
 
 def _floor(repeated: float | None, least: float = _KERNEL.max_same) -> float:
@@ -311,7 +435,7 @@ def _routing(
     moved = (
         m.same_tokens
         and m.num_rows[0] != m.num_rows[1]
-        and _is_expert(m)
+        and is_of_one_expert(m.module)
         and (repeated is None or repeated.num_rows[0] == repeated.num_rows[1])
     )
     if moved:
@@ -320,7 +444,7 @@ def _routing(
         tokens = max((e.num_rows[0] for e in modules), default=0)
         flipped = sum(abs(e.num_rows[0] - e.num_rows[1]) for e in group) / 2
         moved = flipped > _flips_of_noise(before, tokens) * tokens
-    mixed = _is_expert(m) and (m.input or 0.0) > 1e-3 and before <= _KERNEL.max_same / 10
+    mixed = is_of_one_expert(m.module) and (m.input or 0.0) > 1e-3 and before <= _KERNEL.max_same / 10
     if not moved and not mixed:
         return None
     router = next((e for e in reversed(modules[:place]) if _is_router(e.module) and not _is_expert(e)), None)
@@ -344,7 +468,9 @@ def _is_router(name: str) -> bool:
 def _weight(m: Measures, modules: Sequence[Measures], repeated: Measures | None) -> PathFinding | None:
     where = {"module": m.module, "theirs": m.theirs, "tensor": "weight", "threshold": _STALE.max_same}
     if m.bias is not None and m.bias > _floor(repeated.bias if repeated else None) and not (m.weight or 0.0) > m.bias:
-        text = f"{m.module}: its bias is not training's, by {m.bias:.2g} of an output's square"
+        lacking = [path for path, has in zip(_PATHS, m.has_bias, strict=True) if not has]
+        what = f"the {lacking[0]} has no bias" if lacking else "its bias is not training's"
+        text = f"{m.module}: {what}; the difference is {m.bias:.2g} of an output's square"
         return _STALE.found(text, **{**where, "tensor": "bias"}, value=m.bias, cure="load this module's bias in the rollout")
     if m.weight is None or m.weight <= _floor(repeated.weight if repeated else None, _STALE.max_same):
         return None
@@ -359,7 +485,8 @@ def _weight(m: Measures, modules: Sequence[Measures], repeated: Measures | None)
             f" transposed or shifted grid); it differs by {m.weight:.2g} of its square, {refit:.2g} with the right factors"
         )
         return _SCALE.found(text, value=m.weight, **where)
-    if _CAST.min_cast <= m.weight <= _CAST.max_cast and (m.weight_far or 0.0) <= _CAST.max_far:
+    is_cast = _CAST.min_cast <= m.weight <= _CAST.max_cast and (m.weight_far or 0.0) <= _CAST.max_far
+    if is_cast and m.weight_may_be_cast:
         if _casts_too(m):
             return None
         text = f"{m.module}: the rollout's weight differs by {m.weight:.2g} of its square, as rounding to FP8 makes"
@@ -428,13 +555,23 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
 
 
 def _direct(
-    m: Measures, repeated: Measures | None, before: float, noise_before: float, is_routed: bool, least: float
+    m: Measures,
+    repeated: Measures | None,
+    before: float,
+    noise_before: float,
+    is_routed: bool,
+    limits: Limits,
+    earlier: Sequence[PathFinding],
 ) -> PathFinding | None:
     """Compare outputs of inputs that are the same."""
     if m.output is None or (is_routed and _is_expert(m)):
         return None
+    if any((f.module or "").startswith(f"{m.module}.") for f in earlier):
+        return None  # a part of it differs
+    least = limits.of(m.module)
     given = m.input if m.input is not None else before
-    floor_in = _floor(repeated.input if repeated and repeated.input is not None else noise_before if repeated else None, least)
+    noise_in = repeated.input if repeated and repeated.input is not None else noise_before if repeated else None
+    floor_in = _floor(noise_in, limits.plain)
     floor = _widened(_floor(repeated.output if repeated else None, least), m)
     errors = [e for e in m.error if e is not None]
     is_fp8 = bool(errors) and max(errors) > _PRECISION.min_cast
@@ -452,10 +589,15 @@ def _direct(
         return _ACTIVATION.found(f"{text}, as another cast of its input does", **{**where, "tensor": "input"})
     same = f"differs by {given:.2g} at most" if is_noisy else "is the same"
     known = "of the same input" if m.input is not None else f"its input was not recorded, all before it {same}, and"
+    known = "of the same tokens" if "embed" in m.kind.lower() else known
     eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
-    return _KERNEL.found(
-        f"{m.module}: {known} the rollout makes an output that differs by {m.output:.2g} of its square{eps}", **where
-    )
+    gain = m.output_gain if m.output_gain is not None else 1.0
+    is_factor = m.output - (gain - 1) ** 2 < _SCALE.max_rest * m.output
+    how = f"is {gain:.4g} times training's" if is_factor else f"differs by {m.output:.2g} of its square"
+    if m.weight is None and m.input is None and not eps:
+        where["cure"] = f"record inputs and weights too, or compare both checkpoints (check A --against B); else {_KERNEL.cure}"
+        eps = "; its weight was not recorded, so it may be a stale one as well"
+    return _KERNEL.found(f"{m.module}: {known} the rollout makes an output that {how}{eps}", **where)
 
 
 def _between(
@@ -465,16 +607,17 @@ def _between(
     before: float,
     noise_before: float,
     is_routed: bool,
-    least: float,
+    limits: Limits,
 ) -> PathFinding | None:
     """Compare a module's input with all outputs before it: what computes it is no recorded module."""
     if m.input is None or is_routed or not earlier:
         return None
-    floor_before = _floor(noise_before if repeated else None, least)
+    floor_before = _floor(noise_before if repeated else None, limits.plain)
+    parent = m.module.rpartition(".")[0]
+    least = limits.of(parent)
     floor = _floor(repeated.input if repeated else None, least)
     if before > floor_before or m.input <= max(floor, _KERNEL.max_growth * before):
         return None
-    parent = m.module.rpartition(".")[0]
     siblings = [e.module.rpartition(".")[2] for e in earlier if parent and e.module.rpartition(".")[0] == parent]
     name = parent if siblings else m.module
     last = earlier[-1].module

@@ -34,25 +34,39 @@ _PARAMETER = re.compile(r"(?:weight|bias|eps|qweight)\w*|\w*scale\w*|_\w+")
 #: A tensor of all experts' weights [experts, outputs, inputs], or of their biases or scales: as engines, transformers and
 #: torchtitan name them in the module of the experts.
 _OF_EXPERTS = re.compile(r"(w1|w2|w3|w13|(?:gate|up|down|gate_up)_proj)(?:_(weight\w*|bias|\w*scale\w*))?")
-#: Execution order of a decoder's modules by name, for files that do not say theirs.
-_ROLES = (
-    *(
-        r"embed|wte|tok_emb",
-        r"input_layernorm|ln_1|attention_norm|attn_norm|norm1",
-        r"q_a|kv_a",
-        r"q_|qkv|query|wqkv|c_attn",
-        r"k_|key",
+#: Execution order of a decoder's modules by name, for files that do not say theirs: sections of a layer, of which the parts of
+#: the name tell two and the last one the norms, and the roles in attention and in an MLP.
+_BEFORE, _ATTENTION, _MIDDLE, _MLP, _AFTER, _WHOLE = range(6)
+_SECTIONS = (
+    (re.compile(r"post_(?:feedforward|ffn|mlp)\w*"), _AFTER),
+    (re.compile(r"(?:input|pre_attention|self_attn|attn|attention)_(?:layer)?_?norm|ln_?1|norm_?1|operator_norm"), _BEFORE),
+    (
+        re.compile(r"(?:post_attention|post_self_attn|pre_(?:feedforward|mlp)|ffn|mlp|final)_(?:layer)?_?norm|ln_?2|norm_?2"),
+        _MIDDLE,
     ),
-    *(r"v_|value", r"rotary|core_attention|\battn$", r"o_proj|out_proj|wo\b|dense$|proj$", r"post_attention|ln_2|ffn_norm|norm2"),
-    *(
-        r"router|gate$",
-        r"gate_up|gate_proj|w1\b|w13|fc1|c_fc|gate",
-        r"up_proj|w3\b|up",
-        r"act",
-        r"down_proj|w2\b|fc2|c_proj|down",
-    ),
-    *(r"norm|ln_f", r"lm_head|head|output$"),
 )
+_ROLES = {
+    _ATTENTION: (
+        r"q_a|(?:fused_)?qkv_a|(?:linear_)?q_down",
+        r"q_b|q$|q_|qkv|query|wq|c_attn|in_proj|linear_q",
+        r"kv_a|kv_b|k$|k_|key|wk|linear_kv",
+        r"v$|v_|value|wv",
+        r"rotary|rope",
+        r"attn|core|sdpa|attend|dropout",
+        r"o$|o_|out|wo|dense|c_proj|proj|linear",
+    ),
+    _MLP: (
+        r"router|gate$|wg$|gating",
+        r"gate_up|gate_proj|w1\b|w13|fc_?1|c_fc|fc_in|wi|linear_fc1|linear1|dense_h_to|up|w3\b",
+        r"act|gelu|silu|relu",
+        r"down|w2\b|fc_?2|c_proj|fc_out|wo|linear_fc2|linear2|dense_4h",
+    ),
+}
+_EMBEDDING, _ROTARY = re.compile(r"\w*embed\w*|wte|wpe|tok_?emb\w*"), re.compile(r"rotary\w*|rope")
+_IN_ATTENTION = re.compile(r"\w*attn\w*|\w*attention\w*|mixer")
+_IN_MLP = re.compile(r"\w*mlp\w*|ffn\w*|feed_forward|\w*moe\w*|experts?\w*|fc_?\d|linear\d")
+_BLOCK = re.compile(r"mlp|ffn|feed_forward|\w*moe\w*")
+_HEAD = re.compile(r"\w*head|output|output_layer|embed_out|logits\w*")
 _DIGITS = re.compile(r"(\d+)")
 #: Rows that are read at once.
 _CHUNK = 2048
@@ -397,13 +411,55 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
     return [(p.isdecimal(), int(p) if p.isdecimal() and len(p) < 19 else 0, p) for p in _DIGITS.split(name)]
 
 
-def execution(name: str) -> tuple[int, int, int, list[tuple[bool, int, str]]]:
-    """Return a key that sorts modules of a decoder by name as they run: embedding, layers, norm, head."""
-    layer = _DIGITS.search(name)
-    last = name.rpartition(".")[2]
-    role = next((place for place, pattern in enumerate(_ROLES) if re.search(pattern, last)), len(_ROLES) - 3)
-    stage = 1 if layer else 0 if role == 0 else 2
-    return stage, int(layer[1]) if layer and len(layer[1]) < 19 else 0, role, natural(name)
+def is_attention(name: str) -> bool:
+    """Return whether a module is attention, or the core of one, by the last part of its name."""
+    return _IN_ATTENTION.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def layer_of(name: str) -> str | None:
+    """Return the name of the layer that a module lies in, up to its first number; None outside of layers."""
+    parts = name.partition("#")[0].split(".")
+    place = next((n for n, part in enumerate(parts) if part.isdecimal()), None)
+    return None if place is None else ".".join(parts[: place + 1])
+
+
+def execution(name: str) -> tuple[int, int, int, int, list[tuple[bool, int, str]]]:
+    """Return a key that sorts modules of a decoder by name as they run: embedding, layers, norm, head.
+
+    In a layer: norm, attention, norm, MLP, norm; a block after its parts.
+    """
+    *above, last = name.partition("#")[0].split(".")
+    place = next((n for n, part in enumerate((*above, last)) if part.isdecimal() and len(part) < 19), None)
+    order = natural(name)
+    if place is None:
+        if _ROTARY.fullmatch(last):
+            return 0, 0, 0, 1, order
+        is_head = _HEAD.fullmatch(last) is not None
+        return (0, 0, 0, 0, order) if _EMBEDDING.fullmatch(last) and not is_head else (2, 0, 0, int(is_head), order)
+    layer = int((*above, last)[place])
+    if place == len(above):
+        return 1, layer, _WHOLE, 0, order
+    section = next((number for pattern, number in _SECTIONS if pattern.fullmatch(last)), None)
+    if section is not None:
+        return 1, layer, section, 0, order
+    inside = (*above[place + 1 :], last)
+    first = next((n for n, part in enumerate(inside) if _IN_ATTENTION.fullmatch(part) or _IN_MLP.fullmatch(part)), None)
+    if first is None:
+        known = [number for number in _ROLES if _role(number, last) < 2 * len(_ROLES[_ATTENTION])]
+        section = known[0] if known else _MIDDLE
+    else:
+        section = _ATTENTION if _IN_ATTENTION.fullmatch(inside[first]) else _MLP
+    is_block = first == len(inside) - 1 and (
+        _IN_ATTENTION.fullmatch(last) or re.fullmatch(r"mlp|ffn|feed_forward|\w*moe\w*", last)
+    )
+    return 1, layer, section, 2 * len(_ROLES[_ATTENTION]) + 2 if is_block else _role(section, last), order
+
+
+def _role(section: int, last: str) -> int:
+    """Return where a module runs in its section by the last part of its name; behind all that are known for others."""
+    patterns = _ROLES.get(section, ())
+    place = next((place for place, pattern in enumerate(patterns) if re.match(pattern, last)), len(_ROLES[_ATTENTION]))
+    return 2 * place + ("norm" in last)  # of what comes before it
 
 
 def _rows_of(tensor: Tensor) -> tuple[int, int]:

@@ -29,7 +29,10 @@ MAX_ROWS, MAX_ELEMENTS = 256, 1 << 24
 BLOCK = 128
 #: Largest relative error of rounding to E5M2, 1/9, with room for a scale's own rounding.
 ROUNDING = 0.13
+#: Distinct magnitudes that E4M3 has at most, zero among them.
+MAX_CODES = 127
 _IN_EXPERTS = re.compile(r"(?:^|\.)experts?\w*\.")
+_OF_ONE = re.compile(r"(?:^|\.)\w*experts?\w*\.(?:\w+\.)?\d+(?:\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,16 @@ class Measures:
         input_far: by path, share of the elements of its input that no cast of the other path's makes.
         input_rounding: by path, difference of the elements that are not clipped in it.
         output: difference of the outputs.
+        output_gain: sum(Y_t Y_r) / |Y_t|^2.
         weight: difference of the weights.
         weight_gain: sum(W_t W_r) / |W_t|^2.
         weight_refit: what is left of ``weight`` with the best factor for each block.
         weight_far: share of the elements that differ by more than rounding to FP8 makes.
+        weight_may_be_cast: whether its values may be FP8's: a vector of which one path has few distinct ones, or a matrix.
+        weight_rows: first row and number of rows of the weight that is compared, by path.
         weight_is_fp8: whether each path stores it quantized.
         bias: difference of the biases over the mean square of an output.
+        has_bias: whether each path has a bias.
         error: of each path.
         gain: of each path, sum(product Y) / |product|^2.
         eps: of a norm, by path.
@@ -59,6 +66,7 @@ class Measures:
         same_tokens: whether both paths read the same tokens, so that numbers of rows of experts compare.
         adapter: whether each path adds an adapter's product to the module's own.
         bad: paths ("training", "rollout") whose output has NaN or Inf.
+        skipped: (path, layer) of the layers that one path alone runs since the module before.
     """
 
     module: str
@@ -70,12 +78,16 @@ class Measures:
     input_far: tuple[float, float] | None = None
     input_rounding: tuple[float, float] | None = None
     output: float | None = None
+    output_gain: float | None = None
     weight: float | None = None
     weight_gain: float | None = None
     weight_refit: float | None = None
     weight_far: float | None = None
+    weight_may_be_cast: bool = True
+    weight_rows: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     weight_is_fp8: tuple[bool, bool] = (False, False)
     bias: float | None = None
+    has_bias: tuple[bool, bool] = (False, False)
     error: tuple[float | None, float | None] = (None, None)
     gain: tuple[float | None, float | None] = (None, None)
     eps: tuple[float | None, float | None] = (None, None)
@@ -83,6 +95,7 @@ class Measures:
     same_tokens: bool = True
     adapter: tuple[bool, bool] = (False, False)
     bad: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -127,9 +140,9 @@ def measure_module(
     )
     if rows is not None and is_of_expert(name):
         is_alike = same_tokens and np.array_equal(*rows)  # an expert's rows have an order of their own
-        picked = _picked(counts, None, (0, 0)) if is_alike else None
+        picked = _picked(counts, None, (0, 0), same_tokens) if is_alike else None
     else:
-        picked = _picked(counts, rows, (ours.num_tokens, theirs.num_tokens))
+        picked = _picked(counts, rows, (ours.num_tokens, theirs.num_tokens), same_tokens)
     slices = _slice(ours, theirs, first, second, True), _slice(theirs, ours, second, first, False)
     sides = [_side(dump, piece, part, None if picked is None else picked[i], len(slices) and counts[i])
              for i, (dump, piece, part) in enumerate(zip((ours, theirs), (first, second), slices, strict=True))]  # fmt: skip
@@ -140,6 +153,7 @@ def measure_module(
     found["bad"] = _bad(sides)
     if picked is not None:
         found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
+        found["output_gain"] = _gain(sides[0].y, sides[1].y)
         if found["input"] and sides[0].x is not None and sides[1].x is not None:
             found |= _casts(sides[0].x, sides[1].x)
         if all("indices" in m.tensors for m in modules):
@@ -153,7 +167,7 @@ def measure_module(
     found["adapter"] = ours.has_adapter(first.module), theirs.has_adapter(second.module)
     found["eps"] = sides[0].eps, sides[1].eps
     if sides[0].bias is not None or sides[1].bias is not None:
-        found["bias"] = _bias(sides)
+        found["bias"], found["has_bias"] = _bias(sides), (sides[0].bias is not None, sides[1].bias is not None)
     if "norm" in found["kind"].lower() or (weights[0] is not None and 1 in weights[0][1]):
         _norms(ours, theirs, first, second, sides, found["kind"])
     errors, gains = [], []
@@ -163,6 +177,11 @@ def measure_module(
         gains.append(g)
     found["error"], found["gain"] = tuple(errors), tuple(gains)
     return Measures(module=name, theirs=second.module, **found)
+
+
+def is_of_one_expert(name: str) -> bool:
+    """Return whether a module is part of a numbered expert, and gets the rows of that one alone."""
+    return _OF_ONE.search(name) is not None
 
 
 def is_of_expert(name: str) -> bool:
@@ -184,10 +203,13 @@ def _bad(sides: list[_PathTensors]) -> tuple[str, ...]:
     return () if np.array_equal(np.isinf(a), np.isinf(b)) else found
 
 
-def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, tokens: tuple[int, int]) -> tuple[Array, Array] | None:
+def _picked(
+    counts: tuple[int, int], rows: tuple[Array, Array] | None, tokens: tuple[int, int], same_tokens: bool
+) -> tuple[Array, Array] | None:
     """Return the sampled rows of both; None where rows do not correspond.
 
-    A module with several rows for each token, as a norm of each head has, has them beside one another.
+    A module with several rows for each token, as a norm of each head has, has them beside one another. One that has no row for
+    each, as a position embedding of all sequences, has the same rows where the tokens are the same.
     """
     if rows is not None:
         each = {count // number if count % number == 0 else 0 for count, number in zip(counts, tokens, strict=True) if number}
@@ -198,7 +220,7 @@ def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, tokens: t
         if counts[0] > rows[0].max() and counts[1] > rows[1].max():
             places = sampled(rows[0], MAX_ROWS)
             return rows[0][places], rows[1][places]
-        if not (np.array_equal(rows[0], rows[1]) or counts[0] != counts[1]):
+        if not (same_tokens and np.array_equal(*rows)):
             return None
     if counts[0] != counts[1] or not counts[0]:
         return None
@@ -244,6 +266,7 @@ def _weights(
     both = numbers[0] is not None and numbers[0] == numbers[1]
     size = np.zeros(3)  # |W_t|^2, sum(W_t W_r), |W_r - W_t|^2
     refit = far = 0.0
+    may_be_cast = True
     num_rows = max((n[0] for n in numbers if n), default=0)
     columns = max((n[1] for n in numbers if n), default=1)
     step = max(BLOCK, MAX_ELEMENTS // max(1, columns) // BLOCK * BLOCK)
@@ -264,6 +287,7 @@ def _weights(
             with np.errstate(all="ignore"):
                 size += (a * a).sum(), (a * b).sum(), ((b - a) ** 2).sum()
                 refit += _refit(a, b)
+                may_be_cast &= num_rows > 1 or _has_codes(a, b)
                 far += float((np.abs(b - a) > ROUNDING * np.abs(a) + np.abs(a).max() * 2.0**-10).sum())
     if not both or not size[0] > 0:
         return {}
@@ -273,7 +297,15 @@ def _weights(
         "weight_gain": float(size[1] / size[0]),
         "weight_refit": float(refit / size[0]),
         "weight_far": far / max(1, numbers[0][0] * numbers[0][1]),
+        "weight_may_be_cast": may_be_cast,
+        "weight_rows": tuple((start, number[0] if number else 0) for start, number in zip(starts, numbers, strict=True)),
     }
+
+
+def _has_codes(a: Array, b: Array) -> bool:
+    """Return whether one of two vectors has few distinct values, as a cast leaves, and the other more than twice as many."""
+    few, many = sorted(np.unique(np.abs(x)).size for x in (a, b))
+    return few <= MAX_CODES and 2 * few < many
 
 
 def _refit(a: Array, b: Array) -> float:
@@ -346,12 +378,21 @@ def _nmse_if_alike(a: Array | None, b: Array | None) -> float | None:
     return nmse(a, b) if a is not None and b is not None and a.shape == b.shape and a.size else None
 
 
+def _gain(a: Array | None, b: Array | None) -> float | None:
+    """Return sum(a b) / |a|^2; None where it is no number."""
+    if a is None or b is None or a.shape != b.shape or not a.size:
+        return None
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(all="ignore"):
+        size, both = float((a * a).sum()), float((a * b).sum())
+    return both / size if size > 0 and np.isfinite(size) and np.isfinite(both) else None
+
+
 def _casts(a: Array, b: Array) -> dict[str, Any]:
     """Return what tells whether one of two inputs is a cast of the other."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     far, rounding = zip(_as_cast(b, a), _as_cast(a, b), strict=True)
-    size = float((a * a).sum())
-    return {"input_gain": float((a * b).sum() / size) if size else None, "input_far": far, "input_rounding": rounding}
+    return {"input_gain": _gain(a, b), "input_far": far, "input_rounding": rounding}
 
 
 def _as_cast(a: Array, b: Array) -> tuple[float, float]:

@@ -154,6 +154,7 @@ class WeightCast(PathRule):
     Thresholds
         - min_cast 0.00025, max_cast 0.006: 36 to 22 dB; E4M3 and E5M2 in blocks give 33 to 24 dB (numerics.md, 4).
         - max_far 0.02: share of the elements that differ by more than 13 % of their size. No published basis.
+        - A norm's gain is a cast where one path has at most E4M3's 127 magnitudes, and the other more than twice as many.
     """
 
     code = "F303"
@@ -249,6 +250,9 @@ class KernelDiffers(PathRule):
           repetition measured the noise. No published basis.
         - max_same_fp32 1e-6: the same where the GEMMs of both paths show more than BF16's precision; TF32's own rounding makes
           4.4e-8. Attention kernels add to it: 2.9e-7 between two of FP16 (measured: GPT-2 of 128 features).
+        - max_attention 10: times as much through attention. Kernels that round scores and probabilities differ by 1.4e-5 in BF16
+          (measured: Llama of 256 features, eager against SDPA); FP8 in attention makes 1e-3. Not where the GEMMs' error is below
+          max_error_fp32 1e-10, as FP32's is, and TF32's is not.
         - max_noise 1e-3, min_jump 100: where no input was recorded, the largest difference of an output before the module, and
           how many times as large its own has to be, in power. No published basis.
     """
@@ -262,6 +266,8 @@ class KernelDiffers(PathRule):
     max_growth: float = 10.0
     max_same: float = 1e-5
     max_same_fp32: float = 1e-6
+    max_attention: float = 10.0
+    max_error_fp32: float = 1e-10
     max_noise: float = 1e-3
     min_jump: float = 100.0
 
@@ -303,7 +309,8 @@ class PathsDiffer(PathRule):
         token_mult_prob_error, the mean of exp(|difference of the log-probabilities|), above max_error, where no module's own
         difference explains it; a NaN or Inf in one path alone or in both. And recorded log-probabilities that do not follow
         from the same path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another
-        token. And sequences that go on with other tokens in both paths after the same beginning.
+        token. And sequences that go on with other tokens in both paths after the same beginning, the same tokens at other
+        positions, and a layer that one path alone runs.
 
     Why it matters
         Importance ratios are off, whatever the reason.

@@ -214,7 +214,7 @@ REPORTS = {
         code="F301",
         module=HALVES[0],
         also=frozenset(HALVES[1:]),
-        says="another tensor",
+        says="training's layers.1.mlp.experts.0.up_proj: parts of layers.1.mlp.experts.0 are exchanged",
     ),
     "an adapter added twice in training": Report(
         reference="miles #3232",

@@ -1,0 +1,291 @@
+"""Paths of small models of transformers: differences that reports tell of, and equal paths by other kernels."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8debug
+from fp8debug.parity import ParityReport, compare_paths, record_path
+from fp8debug.parity.dump import execution
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torchao, which it imports
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    KINDS = {
+        kind: (getattr(transformers, f"{kind}ForCausalLM"), getattr(transformers, f"{kind}Config"))
+        for kind in ("Llama", "Qwen2", "Qwen3Moe", "Gemma")
+    }
+
+WIDTH = 128
+SIZES = {
+    **{"vocab_size": 300, "hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128},
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def model_of(kind: str = "Llama", **more: Any) -> Any:
+    """Return a decoder in BF16 with weights of the size that training gives them."""
+    of_model, of_config = KINDS[kind]
+    model = of_model(of_config(**{**SIZES, **(EXPERTS if "Moe" in kind else {}), **more})).eval().requires_grad_(False)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.02 if "embed" in name else parameter.shape[-1] ** -0.5)
+        else:
+            parameter.normal_(float(name.endswith("norm.weight") and kind != "Gemma"), 0.1)
+    return model.bfloat16()
+
+
+def tokens(number: int = 64) -> Tensor:
+    return torch.randint(300, (2, number), generator=torch.Generator().manual_seed(7))
+
+
+def compared(train: Any, rollout: Any, folder: Path, ids: Tensor | None = None, other: Tensor | None = None) -> ParityReport:
+    ids = tokens() if ids is None else ids
+    record_path(train, {"input_ids": ids}, folder / "train")
+    record_path(rollout, {"input_ids": ids if other is None else other}, folder / "rollout")
+    return compare_paths(folder / "train", folder / "rollout")
+
+
+def cast(x: Tensor, granularity: str = "128x128") -> Tensor:
+    kind = fp8debug.Cast(format="e4m3fn", granularity=granularity, scaling="current")
+    return fp8debug.dequantize(fp8debug.quantize(x.float(), kind), kind, torch.float32).to(x.dtype)
+
+
+class Adapted(nn.Module):
+    """A Linear with an adapter, as PEFT has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.scaling = base, {"default": 2.0}
+        parts = [nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)]
+        for part in parts:
+            nn.init.normal_(part.weight, 0, 0.1)
+            part.to(base.weight.dtype)
+        self.lora_A, self.lora_B = (nn.ModuleDict({"default": part}) for part in parts)
+        self.requires_grad_(False)
+        self.product = parts[1].weight.float() @ parts[0].weight.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
+        return out
+
+
+def adapted(model: Any) -> Any:
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    return model
+
+
+def merged(model: Any, factor: float) -> Any:
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        linear = layer.self_attn.q_proj
+        linear.base_layer.weight.add_((factor * linear.product).to(torch.bfloat16))
+        layer.self_attn.q_proj = linear.base_layer
+    return model
+
+
+def _no_adapter() -> tuple[Any, Any]:
+    model = model_of()
+    return adapted(model), model
+
+
+def _unscaled_adapter() -> tuple[Any, Any]:
+    train = adapted(model_of())
+    return train, merged(train, 1.0)
+
+
+def _gain() -> tuple[Any, Any]:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    weight = rollout.model.layers[1].input_layernorm.weight
+    weight.add_(0.03 * torch.randn_like(weight))
+    return train, rollout
+
+
+def _gain_in_fp8() -> tuple[Any, Any]:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    weight = rollout.model.layers[1].input_layernorm.weight
+    weight.copy_(weight.to(torch.float8_e4m3fn).to(weight.dtype))
+    return train, rollout
+
+
+def _router() -> tuple[Any, Any]:
+    train = model_of("Qwen3Moe")
+    rollout = copy.deepcopy(train)
+    for layer in rollout.model.layers:
+        layer.mlp.gate.weight.copy_(cast(layer.mlp.gate.weight, "tensorwise"))
+    return train, rollout
+
+
+def _expert() -> tuple[Any, Any]:
+    train = model_of("Qwen3Moe")
+    rollout = copy.deepcopy(train)
+    weight = rollout.model.layers[1].mlp.experts.down_proj
+    weight[3].add_(0.05 * weight.float().std().to(weight.dtype) * torch.randn_like(weight[3]))
+    return train, rollout
+
+
+def _layer() -> tuple[Any, Any]:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    rollout.model.layers = rollout.model.layers[:2]
+    rollout.model.config = copy.deepcopy(rollout.model.config)
+    rollout.model.config.num_hidden_layers = 2
+    return train, rollout
+
+
+def _embedding() -> tuple[Any, Any]:
+    train = model_of("Gemma")
+    rollout = copy.deepcopy(train)
+    rollout.model.embed_tokens.embed_scale = torch.ones_like(rollout.model.embed_tokens.embed_scale)
+    return train, rollout
+
+
+def _bias() -> tuple[Any, Any]:
+    train = model_of("Qwen2")
+    rollout = copy.deepcopy(train)
+    for layer in rollout.model.layers:
+        layer.self_attn.q_proj.bias = None
+    return train, rollout
+
+
+@dataclass(frozen=True)
+class Difference:
+    make: Callable[[], tuple[Any, Any]]
+    code: str
+    module: str
+    says: str
+    num_findings: int = 1
+
+
+DIFFERENCES = [
+    Difference(_no_adapter, "F301", "model.layers.0.self_attn.q_proj", "that of the base, without the adapter"),
+    Difference(_unscaled_adapter, "F301", "model.layers.0.self_attn.q_proj", "the adapter's product 0.5 times"),
+    Difference(_gain, "F301", "model.layers.1.input_layernorm", "a copy of another step"),
+    Difference(_gain_in_fp8, "F303", "model.layers.1.input_layernorm", "as rounding to FP8 makes"),
+    Difference(_router, "F303", "model.layers.0.mlp.gate", "as rounding to FP8 makes"),
+    Difference(_expert, "F301", "model.layers.1.mlp.experts.3.down_proj", "a copy of another step"),
+    Difference(_layer, "F308", "model.layers.2", "run in the training alone, and model.norm behind differs"),
+    Difference(_embedding, "F306", "model.embed_tokens", "of the same tokens the rollout makes an output that is 0.0"),
+    Difference(_bias, "F301", "model.layers.0.self_attn.q_proj", "the rollout has no bias"),
+]
+
+
+@pytest.mark.parametrize("case", DIFFERENCES, ids=lambda case: case.make.__name__)
+def test_a_difference_has_its_cause(case: Difference, tmp_path: Path) -> None:
+    report = compared(*case.make(), tmp_path)
+    told = [(f.code, f.module, f.message) for f in report]
+    assert len(report) == case.num_findings, told
+    assert (report[0].code, report[0].module) == (case.code, case.module), told
+    assert case.says in report[0].message, told
+
+
+def _merged() -> tuple[Any, Any]:
+    train = adapted(model_of())
+    return train, merged(train, 2.0)
+
+
+def _eager() -> tuple[Any, Any]:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    rollout.config._attn_implementation = "eager"
+    return train, rollout
+
+
+def _batched_experts() -> tuple[Any, Any]:
+    train = model_of("Qwen3Moe")
+    rollout = copy.deepcopy(train)
+    rollout.set_experts_implementation("batched_mm")
+    return train, rollout
+
+
+def _wide() -> tuple[Any, Any]:
+    train = model_of()
+    return train, copy.deepcopy(train).float()
+
+
+@pytest.mark.parametrize("make", [_merged, _eager, _batched_experts, _wide])
+def test_equal_paths_by_other_kernels_are_silent(make: Callable[[], tuple[Any, Any]], tmp_path: Path) -> None:
+    report = compared(*make(), tmp_path)
+    assert not report, [(f.code, f.module, f.message) for f in report]
+
+
+def test_rows_behind_other_tokens_are_not_compared(tmp_path: Path) -> None:
+    other = tokens()
+    other[:, 20:24] = (other[:, 20:24] + 3) % 300
+    model = model_of()
+    report = compared(model, model, tmp_path, other=other)
+    assert [(f.code, f.module) for f in report] == [("F308", None)]
+    assert "at position 20" in report[0].message
+
+
+def test_noise_that_grows_through_casts_is_information(tmp_path: Path) -> None:
+    train, rollout = _eager()
+    for model in (train, rollout):
+        model.lm_head.weight.mul_(2)
+        fp8debug.convert(model, "blockwise", overrides={"lm_head": None})
+    report = compared(train, rollout, tmp_path)
+    assert report.metrics["token_mult_prob_error"] > 1.05
+    assert [(f.code, str(f.severity)) for f in report] == [("F308", "info")]
+
+
+def test_a_plain_file_says_nothing_of_order_and_names_do(tmp_path: Path) -> None:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    weight = rollout.model.layers[1].self_attn.o_proj.weight
+    weight.add_(0.3 * weight.float().std().to(weight.dtype) * torch.randn_like(weight))
+    for model, name in ((train, "train"), (rollout, "rollout")):
+        found: dict[str, Tensor] = {}
+
+        def write(own: str, into: dict[str, Tensor]) -> Callable[..., None]:
+            return lambda module, args, out: into.update({own: out.detach().flatten(0, 1).clone()})
+
+        for own, module in model.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding) or own.endswith("norm"):
+                module.register_forward_hook(write(own, found))
+        model(input_ids=tokens())
+        save_file({"tokens": tokens(), **found}, tmp_path / f"{name}.safetensors")
+    report = compare_paths(tmp_path / "train.safetensors", tmp_path / "rollout.safetensors")
+    assert [(f.code, f.module) for f in report] == [("F306", "model.layers.1.self_attn.o_proj")]
+    assert "its weight was not recorded, so it may be a stale one as well" in report[0].message
+
+
+_OF_LAYERS = {
+    "transformers": "input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.attn self_attn.o_proj self_attn"
+    " post_attention_layernorm mlp.gate mlp.experts.0.up_proj mlp.experts.0.act_fn mlp.experts.0.down_proj mlp.experts mlp"
+    " post_feedforward_layernorm",
+    "gpt2": "ln_1 attn.c_attn attn.c_proj ln_2 mlp.c_fc mlp.act mlp.c_proj",
+    "megatron": "self_attention.linear_qkv self_attention.core_attention self_attention.linear_proj pre_mlp_layernorm mlp.router"
+    " mlp.linear_fc1 mlp.linear_fc2",
+    "llama": "attention_norm attention.wq attention.wk attention.wv attention.wo ffn_norm feed_forward.w1 feed_forward.w2",
+    "opt": "self_attn_layer_norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj final_layer_norm fc1"
+    " activation_fn fc2",
+    "vit": "norm1 attn.qkv attn.proj norm2 mlp.up mlp.down",
+    "mla": "input_layernorm self_attn.q_a_proj self_attn.q_a_layernorm self_attn.q_b_proj self_attn.kv_a_proj_with_mqa"
+    " self_attn.kv_b_proj self_attn.o_proj post_attention_layernorm",
+}
+
+
+@pytest.mark.parametrize("stack", _OF_LAYERS)
+def test_names_are_sorted_as_they_run(stack: str) -> None:
+    layers = [f"model.layers.{number}.{name}" for number in (0, 2, 10) for name in _OF_LAYERS[stack].split()]
+    names = ["model.embed_tokens", "model.rotary_emb", *layers, "model.norm", "lm_head"]
+    mixed = list(names)
+    Random(0).shuffle(mixed)
+    assert sorted(mixed, key=execution) == names
