@@ -24,7 +24,7 @@ from .arrays import code_grid_of, floats, grid_of, ints, known_floats, states
 from .healthy_ranges import KIND_SQL, badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
-from .step_ranges import cell_width_of, sites_within, step_range, width_of
+from .step_ranges import cell_width_of, sites_within, step_condition, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -216,7 +216,7 @@ def heat(
         cast: see ``where``.
         steps: first and last step to show; the cells get finer as the range gets shorter.
         cache: the run's table in memory, which answers if it has the metric.
-        is_thin: else read some of many steps, see ``spans.step_condition``.
+        is_thin: else read some of many steps, see ``step_ranges.step_condition``.
 
     Raises:
         UnknownNameError: no such metric.
@@ -263,10 +263,11 @@ def health(
     steps: tuple[int | None, int | None] = (None, None),
     cache: MetricCache | None = None,
     is_thin: bool = False,
+    part: int = 1,
 ) -> Heat:
     """Return the health of modules over steps; a cell of several steps or sites holds the worst of them, and which it is.
 
-    The arguments are those of :func:`heat`. ``values`` are severities, ``reasons`` the numbers of ``health.code_sql`` and
+    The arguments are those of :func:`heat`, and ``part`` of ``step_ranges.step_condition``. ``values`` are severities, ``reasons`` the numbers of ``health.code_sql`` and
     ``sites`` what their last part means.
     """
     condition, values = where(site, cast)
@@ -283,8 +284,9 @@ def health(
         keys = _keys(cache, site, cast)
         names, cells, codes, found = cache.health_of(keys, first, last, width)
     else:
-        keys = [(*key, True) for key in healths.keys_of(run, condition, values)]
-        sites, apart = sites_within(run, first, last, is_thin)
+        within, _ = step_condition(run, first, last, is_thin, part)
+        keys = [(*key, True) for key in healths.keys_of(run, f"{condition} AND {within}", values)]
+        sites, apart = sites_within(run, first, last, is_thin, part)
         cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
         table = run.sql(
             f"WITH kinds AS (SELECT *, {healths.KIND} FROM {sites} AND {condition}), picked AS (SELECT module, step,"
@@ -364,7 +366,7 @@ def several_traces(
         module: FQN.
         names: columns of ``sites``.
         cache: the run's table in memory, which answers if it has all of them.
-        is_thin: else read some of many steps, see ``spans.step_condition``.
+        is_thin: else read some of many steps, see ``step_ranges.step_condition``.
 
     Raises:
         UnknownNameError: no such metric.

@@ -35,7 +35,7 @@ def _reference(tensor: str) -> str:
 def by_rank(run: Run, module: str, site: tuple[str, str], metric: str, is_thin: bool = False) -> Heat:
     """Return a metric of one site, running cast, as ranks by steps; a cell of several steps holds the worst of them.
 
-    ``is_thin``, here and below: read some of many steps, see ``spans.step_condition``.
+    ``is_thin``, here and below: read some of many steps, see ``step_ranges.step_condition``.
 
     Raises:
         UnknownNameError: no such metric.

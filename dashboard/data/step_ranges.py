@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 #: Rows that are unpacked of a huge run while a reader waits, about a second, and the sampled steps that are read for it.
 MOST_ROWS = 8_000_000
 FEWEST_READ, MOST_READ = 16, 256
+#: Of these the part that is read for a picture that a reader waits for, and that comes closer by itself: the health, which
+#: takes five times what one metric takes.
+GLANCE = 4
 
 
 def cell_width_of(run: Run, first: int, last: int, most: int) -> int:
@@ -45,7 +48,7 @@ def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
     return 1 if num <= most else every * -(-(last - first + 1) // (most * every))
 
 
-def step_condition(run: Run, first: int, last: int, is_thin: bool = False) -> tuple[str, int]:
+def step_condition(run: Run, first: int, last: int, is_thin: bool = False, part: int = 1) -> tuple[str, int]:
     """Return the SQL condition on the steps from one to another, and of how many sampled steps it takes one.
 
     Args:
@@ -54,10 +57,11 @@ def step_condition(run: Run, first: int, last: int, is_thin: bool = False) -> tu
         last: last step.
         is_thin: take ``MOST_READ`` sampled steps at most, as far apart as one another, the last among them. Each takes a
             row group of every rank to be unpacked, and these have no more than ``MOST_ROWS`` rows together.
+        part: of these rows one in so many.
     """
     sampled = [step for step in run.sampled_steps if step is not None and first <= step <= last] if is_thin else []
     rows = max(ROWS_PER_GROUP * len(run.ranks), run.num_rows // max(1, len(run.sampled_steps)))
-    apart = -(-len(sampled) // max(FEWEST_READ, min(MOST_READ, MOST_ROWS // rows)))
+    apart = -(-len(sampled) // max(FEWEST_READ, min(MOST_READ, MOST_ROWS // (part * rows))))
     while apart > 1 and gcd(apart, turns_of(run)) > 1:  # or some modules would never have their turn in the steps that are read
         apart += 1
     if apart <= 1:
@@ -65,9 +69,9 @@ def step_condition(run: Run, first: int, last: int, is_thin: bool = False) -> tu
     return f"step IN ({', '.join(map(str, sampled[(len(sampled) - 1) % apart :: apart]))})", apart
 
 
-def sites_within(run: Run, first: int, last: int, is_thin: bool = False) -> tuple[str, int]:
+def sites_within(run: Run, first: int, last: int, is_thin: bool = False, part: int = 1) -> tuple[str, int]:
     """Return the SQL text of ``sites`` under ``step_condition``, to which more conditions can be added, and the same number."""
-    within, apart = step_condition(run, first, last, is_thin)
+    within, apart = step_condition(run, first, last, is_thin, part)
     if apart == 1:
         return f"sites WHERE {within}", 1
     # The steps are chosen before ranks are joined: a list of values is not pushed through the join.

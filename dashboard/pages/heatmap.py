@@ -30,7 +30,7 @@ METRIC, SITE = HEALTH, "worst"
 #: Units of the schema that a reader of the page does not know.
 UNITS = {"x": "units of the tensor", "x^2": "squared units of the tensor", "log2": "powers of two"}
 #: Of a large run, for its first half minute.
-READING = " The main metrics are being read into memory; until then each change of view takes seconds."
+READING = " The main metrics are being read into memory; the picture is drawn anew from all steps when they are there."
 FOLD_LABELS = {
     "modules": "every module",
     "blocks": "blocks: blocks.3.*",
@@ -108,7 +108,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         text = f"{metric} is not recorded in this run; recorded are {', '.join(run_view.recorded()) or 'no metrics'}."
         return note(text, kind="warning"), figures.empty("not recorded", 300)
     try:
-        heat = run_view.heat(metric, site, cast, (view.get_int("from"), view.get_int("to")))
+        heat = run_view.heat(metric, site, cast, (view.get_int("from"), view.get_int("to")), at_once=True)
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
     heat = replace(heat, marks=source.marks(run_view.judged().known or (), by_module=True))
@@ -194,4 +194,16 @@ def _about(heat: Heat, site: str, num_modules: int) -> str:
     return " ".join([*words, ways])
 
 
-PAGE = Page(name="heatmap", layout=layout, parts=parts)
+def is_pending(view: View, run_view: RunView) -> bool:
+    """Return whether the findings, or the main metrics of all steps, are still to come."""
+    return not run_view.is_triaged or run_view.is_loading_cache
+
+
+def settle(view: View, run_view: RunView) -> object:
+    """Judge the run, and wait for its main metrics."""
+    run_view.judge()
+    run_view.wait_for_cache()
+    return None
+
+
+PAGE = Page(name="heatmap", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

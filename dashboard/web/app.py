@@ -23,6 +23,7 @@ from dash.exceptions import PreventUpdate
 from fp8debug.errors import Fp8DebugError
 
 from ..pages.contents import CONTENTS, Entry
+from .background import in_background
 from .downloads import hand_out_files
 from .early_shell import SCRIPTS
 from .grid_library import leave_out_grid
@@ -278,18 +279,23 @@ def _settle(app: dash.Dash, source: ServedFolder) -> None:
                 raise PreventUpdate
             dash.set_props("settled", {"data": source.stamp(None)})
             return
-        screens.import_rest()
-        page = screens.PAGES.get(view.page)
-        try:
-            run_view = source.open(view.run)
+        is_first = "seen.data" in dash.ctx.triggered_prop_ids and seen is not None and seen["isFirst"]
+        was_pending = here is not None and is_first and bool(here["was_pending"])
+
+        def work() -> str | None:
+            screens.import_rest()
+            run_view, page = source.open(view.run), screens.PAGES.get(view.page)
             source.load_cache(run_view)
-            is_first = "seen.data" in dash.ctx.triggered_prop_ids and seen is not None and seen["isFirst"]
-            was_pending = here is not None and is_first and bool(here["was_pending"])
-            if page is None or not screens.settled(page, view, run_view, was_pending):
-                raise PreventUpdate
+            has_new = page is not None and screens.settled(page, view, run_view, was_pending)
+            return run_view.stamp if has_new else None
+
+        try:
+            stamp = in_background(work)
         except Fp8DebugError:
             raise PreventUpdate from None
-        dash.set_props("settled", {"data": f"{run_view.stamp} {time.monotonic()}"})
+        if stamp is None:
+            raise PreventUpdate
+        dash.set_props("settled", {"data": f"{stamp} {time.monotonic()}"})
 
 
 def _search(app: dash.Dash, source: ServedFolder) -> None:

@@ -15,6 +15,7 @@ from ..data import queries
 from ..data.health import HEALTH
 from ..data.large_run import BackgroundRun, LargeRun
 from ..data.metric_cache import MetricCache, build
+from ..data.step_ranges import GLANCE
 from ..figures.theme import level
 
 if TYPE_CHECKING:
@@ -195,6 +196,12 @@ class RunView:
                 if found is not None:  # or the next page reads all rows to ask at which steps there are any
                     self.run.memo("sampled_steps", found.sampled.tolist)
 
+    def wait_for_cache(self) -> None:
+        """Wait until the table in memory was read, where somebody has begun to."""
+        thread = self._loading_cache
+        if thread is not None:
+            thread.join()
+
     def drop_cache(self) -> None:
         """Give the table in memory back; it is read anew when it is asked for."""
         self.metric_cache = self._loading_cache = None
@@ -312,6 +319,7 @@ class RunView:
         cast: str | None = None,
         steps: tuple[int | None, int | None] = (None, None),
         run: Run | None = None,
+        at_once: bool = False,
     ) -> Heat:
         """Return a metric, or the health, over all modules and some steps; what was read is kept.
 
@@ -321,6 +329,7 @@ class RunView:
             cast: the same; the default one if None.
             steps: first and last step.
             run: the connection that is asked; the first by default.
+            at_once: a reader waits, who sees more later: read fewer steps where the health is not known yet.
 
         Raises:
             Fp8DebugError: no such metric, or the run cannot be read.
@@ -328,13 +337,15 @@ class RunView:
         cast = self.default_cast() if cast is None else cast
         is_thin = self.is_thin_health() if metric == HEALTH else self.is_thin(metric)
         asked = self.run if run is None else run
+        key: tuple[Hashable, ...] = ("heat", metric, site, cast, steps, is_thin)
+        part = GLANCE if at_once and metric == HEALTH and is_thin and not self.is_cached(key) else 1
 
         def ask() -> Heat:
             if metric == HEALTH:
-                return queries.health(asked, site, cast, steps, self.metric_cache, is_thin)
+                return queries.health(asked, site, cast, steps, self.metric_cache, is_thin, part)
             return queries.heat(asked, metric, site, cast, steps, self.metric_cache, is_thin)
 
-        found: Heat = self.cache(("heat", metric, site, cast, steps, is_thin), ask)
+        found: Heat = self.cache(key if part == 1 else (*key, part), ask)
         return found
 
     def has_health(self) -> bool:

@@ -169,3 +169,29 @@ def test_very_many_steps_are_not_all_listed() -> None:
     assert {0, 99_990, *range(33_300, 33_400, 10)} <= set(values)
     assert len(module._steps(steps[:900], None, None)) == 901
     assert module._steps([], None, None) == [{"value": "", "label": "none"}]
+
+
+def test_the_health_of_a_large_run_is_drawn_from_few_steps_then_from_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.write_sick(tmp_path / "run", num_steps=160, every=5)
+    monkeypatch.setattr(run_view, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(step_ranges, "FEWEST_READ", 4)
+    monkeypatch.setattr(step_ranges, "MOST_ROWS", 16 * 65536)
+    source, view = ServedFolder(tmp_path / "run"), View("heatmap", None, {})
+    found = source.open(None)
+    assert "one of 8 sampled steps was read" in str(heatmap.parts(view, found)[0])
+    found.heat()  # as the first page asks for it in the background
+    assert "one of 2 sampled steps was read" in str(heatmap.parts(view, found)[0])
+    source.load_cache(found)
+    assert heatmap.is_pending(view, found)
+    heatmap.settle(view, found)
+    assert not heatmap.is_pending(view, found) and "sampled steps was read" not in str(heatmap.parts(view, found)[0])
+
+
+def test_sites_of_the_steps_that_are_read_name_the_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(samples.write_sick(tmp_path / "run", num_steps=160, every=5))
+    monkeypatch.setattr(step_ranges, "FEWEST_READ", 4)
+    monkeypatch.setattr(step_ranges, "MOST_ROWS", 16 * 65536)
+    whole, few = queries.health(run), queries.health(run, is_thin=True, part=4)
+    assert few.steps_apart == 8 and few.sites == whole.sites
+    assert few.reasons is not None and whole.reasons is not None
+    np.testing.assert_array_equal(few.reasons, whole.reasons[:, np.isin(whole.steps, few.steps)])
