@@ -267,8 +267,8 @@ def health(
 ) -> Heat:
     """Return the health of modules over steps; a cell of several steps or sites holds the worst of them, and which it is.
 
-    The arguments are those of :func:`heat`, and ``part`` of ``step_ranges.step_condition``. ``values`` are severities, ``reasons`` the numbers of ``health.code_sql`` and
-    ``sites`` what their last part means.
+    The arguments are those of :func:`heat`, and ``part`` of ``step_ranges.step_condition``. ``values`` are severities,
+    ``reasons`` the numbers of ``health.code_sql`` and ``sites`` what their last part means.
     """
     condition, values = where(site, cast)
     modules, shown = [str(m["fqn"]) for m in run.modules], step_range(run, *steps)

@@ -2,12 +2,13 @@
 
 A log in our schema is made from one sampled step of 500 modules (two what-if recipes), repeated with other steps and with noise
 on every real number, so that the columns do not compress better than measured ones. Then a server is started as a process of
-its own, and Chromium opens it. Printed are: from the start of the server to the first paint, less what importing dash takes, and
-the CPU time of server and page until then, which others on the machine change little; from a click right after that to the first
-heatmap, when nothing is in memory; the answers of the server to the callbacks of every page, median and 95th percentile; from a click that asks for a heatmap of the 500
-modules, another metric or site each time, to its paint; from a click in it to the painted module page; and the memory of the
-server. Each stands beside its limit, as a ratio to it, and beside how much longer a fixed piece of work took then than its own
-CPU time: 1.0 on a machine that has nothing else to do. What waits, waits no longer than ``PATIENCE_S``.
+its own, and Chromium opens it. Printed are: from the start of the server to the first paint, less what importing dash takes,
+and the CPU time of server and page until then, which others on the machine change little; from a click right after that to the
+first heatmap, when nothing is in memory; the answers of the server to the callbacks of every page, median and 95th percentile;
+from a click that asks for a heatmap of the 500 modules, another metric or site each time, to its paint; from a click in it to
+the painted module page; and the memory of the server. Each stands beside its limit, as a ratio to it, and beside how much
+longer a fixed piece of work took then than its own CPU time: 1.0 on a machine that has nothing else to do. What waits, waits no
+longer than ``PATIENCE_S``.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ class Bench:
 
 
 class Start(NamedTuple):
-    """A server that was started, and the seconds until it served, until its first page was painted, and of CPU time until then."""
+    """A server that was started; seconds until it served, until its first page was painted, and of CPU time until then."""
 
     process: subprocess.Popen[str]
     address: str
