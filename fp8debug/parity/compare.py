@@ -17,7 +17,7 @@ from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.parity.after_head import judge_logits
-from fp8debug.parity.dump import PathDump, aligned, is_attention, layer_of, open_dump, parted
+from fp8debug.parity.dump import PathDump, aligned, is_attention, layer_of, moved, open_dump, parted
 from fp8debug.parity.logprobs import HEADS, metrics_of, odd_logprobs
 from fp8debug.parity.measures import Measures, is_of_expert, is_of_one_expert, measure_module, nmse
 from fp8debug.parity.names import ModuleOutput, Names, matched
@@ -59,6 +59,10 @@ ADAPTER_ROWS = 256
 #: Cosine of two weights of one module from which on they are steps of one tensor.
 OTHER_TENSOR = 0.7
 _PATHS = ("training", "rollout")
+_CURE_OF_ATTENTION = (
+    "compare RoPE (theta, scaling, halves or pairs), softmax scale, mask and window, heads of keys and values, and the KV cache's"
+    " precision; use one attention backend in both paths"
+)
 
 
 def compare_paths(
@@ -108,9 +112,11 @@ def compare_paths(
     findings = [_located(finding, ours, theirs, found, problems) for finding in judge(found, noise)]
     findings = judge_logits(findings, ours, theirs, found, _KERNEL, problems)
     findings += [_DIFFER.found(text, value=value, threshold=threshold, tensor="logprobs", cure=cure)
-                 for dump, path in zip((ours, theirs), _PATHS, strict=True)
-                 if (told := odd_logprobs(dump, path, _DIFFER.max_error, problems)) is not None
+                 for dump, other, path in ((ours, theirs, _PATHS[0]), (theirs, ours, _PATHS[1]))
+                 if (told := odd_logprobs(dump, other, path, _DIFFER.max_error, problems)) is not None
                  for text, value, threshold, cure in (told,)]  # fmt: skip
+    if positions := _other_positions(ours, theirs):
+        findings = [*positions, *(f for f in findings if "rotary" not in (f.module or "").rpartition(".")[2])]
     findings += _other_tokens(ours, theirs)
     error = metrics.get("token_mult_prob_error")
     if not findings and error is not None and error > _DIFFER.max_error:
@@ -169,6 +175,19 @@ def _other_tokens(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
     )
     cure = "compare the chat template, special tokens and truncation of both paths, and record both on the same token ids"
     return [_DIFFER.found(text, tensor="tokens", value=float(place), cure=cure)]
+
+
+def _other_positions(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
+    """Return a finding where the paths have the same tokens at other positions."""
+    found = moved(ours, theirs)
+    if found is None:
+        return []
+    text = f"the same tokens stand at other positions: at {found[0]} in training and at {found[1]} in the rollout"
+    cure = (
+        "count positions from the first token that is no padding in both paths; learned embeddings depend on them, rotary ones on"
+        " differences alone"
+    )
+    return [_DIFFER.found(text, tensor="positions", value=float(found[1] - found[0]), cure=cure)]
 
 
 def _located(
@@ -357,7 +376,7 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
             routed = None  # the router's own difference explains it
         if routed is not None and own is not None and routed.module == m.module:
             own, routed = replace(own, message=f"{own.message}; {m.flips or 0.0:.2%} of the tokens go to other experts"), None
-        found = routed or own or _direct(m, repeated, before, noise_before, is_routed, limits, single)
+        found = routed or own or _function(m) or _direct(m, repeated, before, noise_before, is_routed, limits, single)
         found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed, limits)
         if found is not None:
             single.append(_of_layer(found, m))
@@ -554,6 +573,16 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
     return _ACTIVATION.found(f"{m.module}: {numbers}", tensor="input", **where)
 
 
+def _function(m: Measures) -> PathFinding | None:
+    """Compare the activation functions that both paths compute, each by its own input and output."""
+    first, second = m.function
+    if first is None or second is None or first == second:
+        return None
+    text = f"{m.module}: the training computes {first}, the rollout {second}"
+    cure = "give both paths one activation function (hidden_act)"
+    return _KERNEL.found(text, module=m.module, theirs=m.theirs, tensor="output", value=m.output, cure=cure)
+
+
 def _direct(
     m: Measures,
     repeated: Measures | None,
@@ -589,12 +618,14 @@ def _direct(
         return _ACTIVATION.found(f"{text}, as another cast of its input does", **{**where, "tensor": "input"})
     same = f"differs by {given:.2g} at most" if is_noisy else "is the same"
     known = "of the same input" if m.input is not None else f"its input was not recorded, all before it {same}, and"
-    known = "of the same tokens" if "embed" in m.kind.lower() else known
+    known = "of the same tokens" if "embed" in m.kind.lower() and m.input is None else known
     eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
     gain = m.output_gain if m.output_gain is not None else 1.0
     is_factor = m.output - (gain - 1) ** 2 < _SCALE.max_rest * m.output
     how = f"is {gain:.4g} times training's" if is_factor else f"differs by {m.output:.2g} of its square"
-    if m.weight is None and m.input is None and not eps:
+    if "rotary" in m.kind.lower():
+        where["cure"] = "compare rope_theta, the scaling of RoPE (type and factor) and positions of both paths"
+    elif m.weight is None and m.input is None and not eps:
         where["cure"] = f"record inputs and weights too, or compare both checkpoints (check A --against B); else {_KERNEL.cure}"
         eps = "; its weight was not recorded, so it may be a stale one as well"
     return _KERNEL.found(f"{m.module}: {known} the rollout makes an output that {how}{eps}", **where)
@@ -632,6 +663,8 @@ def _between(
         return _ACTIVATION.found(text, module=m.module, theirs=m.theirs, **where)
     how = f"is {gain:.4g} times training's" if is_factor else f"differs by {m.input:.2g} of its square in the rollout"
     text = f"{name}: what it hands to {m.module} {how}, and {agree}"
+    if is_attention(name):
+        where["cure"] = _CURE_OF_ATTENTION
     return _KERNEL.found(text, module=name, theirs=m.theirs.rpartition(".")[0] if siblings else m.theirs, **where)
 
 

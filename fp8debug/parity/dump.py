@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,6 +68,8 @@ _IN_MLP = re.compile(r"\w*mlp\w*|ffn\w*|feed_forward|\w*moe\w*|experts?\w*|fc_?\
 _BLOCK = re.compile(r"mlp|ffn|feed_forward|\w*moe\w*")
 _HEAD = re.compile(r"\w*head|output|output_layer|embed_out|logits\w*")
 _DIGITS = re.compile(r"(\d+)")
+#: Tokens at the beginning of a sequence that one path may lack, and at least so many that follow.
+MAX_LACKING = 4
 #: Rows that are read at once.
 _CHUNK = 2048
 
@@ -470,19 +472,39 @@ def _rows_of(tensor: Tensor) -> tuple[int, int]:
 def aligned(ours: PathDump, theirs: PathDump) -> tuple[Array, Array] | None:
     """Return the rows of the same tokens of both, in our order; None where one of them has no tokens.
 
+    Tokens are the same by all tokens up to them and their position; where no position is one of the other path's, by the tokens
+    alone, if they are most of the shorter path's.
+
     Raises:
         RunError: they have no token in common.
     """
     first, second = ours.keys(), theirs.keys()
     if first is None or second is None:
         return None
-    places: dict[tuple[int, int], list[int]] = {}
+    found = _pairs(first, second)
+    if not found[0]:
+        counts = [sum(key is not None for key in keys) for keys in (first, second)]
+        found = _pairs(*([key if key is None else key[0] for key in keys] for keys in (first, second)))
+        if 2 * len(found[0]) < min(counts):
+            found = [], []
+    if not found[0]:
+        other = parted(ours, theirs)
+        ids = "" if other is None else f" (at position {other[0]} one has id {other[1]}, the other {other[2]})"
+        ids += _begun_later(ours, theirs) or _begun_later(theirs, ours)
+        way_out = "record both on the same tokens, from their start"
+        raise RunError(f"{ours.name} and {theirs.name} have no token in common{ids}: {way_out}")
+    return np.array(found[0]), np.array(found[1])
+
+
+def _pairs(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """Return the places of equal keys, in the order of the first; None is no key."""
+    places: dict[Hashable, list[int]] = {}
     for row, key in enumerate(second):
         if key is not None:
             places.setdefault(key, []).append(row)
     mine: list[int] = []
     yours: list[int] = []
-    taken: dict[tuple[int, int], int] = {}
+    taken: dict[Hashable, int] = {}
     for row, key in enumerate(first):
         found = places.get(key) if key is not None else None
         if key is None or found is None:
@@ -492,12 +514,28 @@ def aligned(ours: PathDump, theirs: PathDump) -> tuple[Array, Array] | None:
             taken[key] = number + 1
             mine.append(row)
             yours.append(found[number])
-    if not mine:
-        other = parted(ours, theirs)
-        ids = "" if other is None else f" (at position {other[0]} one has id {other[1]}, the other {other[2]})"
-        way_out = "record both on the same tokens, from their start"
-        raise RunError(f"{ours.name} and {theirs.name} have no token in common{ids}: {way_out}")
-    return np.array(mine), np.array(yours)
+    return mine, yours
+
+
+def moved(ours: PathDump, theirs: PathDump) -> tuple[int, int] | None:
+    """Return the positions at which both have the first of the same tokens; None where they are the same."""
+    rows, first, second = aligned(ours, theirs), ours.keys(), theirs.keys()
+    if rows is None or first is None or second is None:
+        return None
+    a, b = first[int(rows[0][0])], second[int(rows[1][0])]
+    return None if a is None or b is None or a[1] == b[1] else (a[1], b[1])
+
+
+def _begun_later(long: PathDump, short: PathDump) -> str:
+    """Return a note where the first sequence of one is the other's without its first tokens, such as one of its beginning."""
+    a, b = ([read.token for read in dump.reads() if read is not None and read.sequence == 0] for dump in (long, short))
+    for number in range(1, MAX_LACKING + 1):
+        part = a[number : number + len(b)]
+        if len(part) >= MAX_LACKING and part == b[: len(part)]:
+            return (
+                f"; {short.name} begins {number} later: it lacks {', '.join(map(str, a[:number]))}, as a token of the beginning"
+            )
+    return ""
 
 
 def parted(ours: PathDump, theirs: PathDump) -> tuple[int, int, int] | None:

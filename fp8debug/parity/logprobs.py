@@ -31,6 +31,7 @@ def metrics_of(ours: PathDump, theirs: PathDump, problems: list[str]) -> dict[st
     rows = aligned(ours, theirs)
     try:
         a, b = (floats(dump.numbers.get("logprobs", ())) for dump in (ours, theirs))
+        a, b = a if a.size or not b.size else _made(ours), b if b.size or not a.size else _made(theirs)
         if a.size and b.size:
             if rows is not None and a.size > rows[0].max() and b.size > rows[1].max():
                 a, b = a[rows[0]], b[rows[1]]
@@ -59,6 +60,21 @@ def _of_logprobs(a: Array, b: Array) -> dict[str, Any]:
             "token_mult_prob_error": float(np.exp(np.abs(d)).mean()),
             "kl": float((np.exp(d) - d - 1).mean()),
         }
+
+
+def _made(dump: PathDump) -> Array:
+    """Return the log-probabilities of a path's tokens that its logits make, NaN where they are not known or not asked."""
+    logits = logits_of(dump)
+    if logits is None or not dump.tokens or logits.number != dump.num_tokens:
+        return np.empty(0)
+    found = np.full(logits.number, np.nan)
+    tokens, wanted = _following(dump, np.arange(logits.number - 1))
+    rows = np.nonzero(wanted)[0]
+    rows = rows[(tokens[rows + 1] >= 0) & (tokens[rows + 1] < logits.columns)]
+    rows = rows[sampled(rows, MAX_TOKENS)]
+    if rows.size:
+        found[rows + 1] = _log_softmax(logits.rows(rows))[np.arange(len(rows)), tokens[rows + 1]]
+    return found
 
 
 class Logits:
@@ -146,37 +162,63 @@ def _following(dump: PathDump, rows: Array) -> tuple[Array, Array]:
     return tokens, np.array(is_next, bool)
 
 
-def odd_logprobs(dump: PathDump, path: str, max_error: float, problems: list[str]) -> tuple[str, float, float, str] | None:
-    """Return why recorded log-probabilities do not follow from the path's own logits: message, error, its limit, cure.
+def _asked(dump: PathDump, source: PathDump) -> tuple[Array, Array, Array] | None:
+    """Return logits of some rows, the token after each, and the log-probability that a path recorded of it.
 
-    None where they do, or where the dump has not both of them and tokens.
+    Args:
+        dump: has the log-probabilities.
+        source: has the logits: the same path or the other.
+
+    Returns:
+        None without both, or without tokens.
+    """
+    values, logits = floats(dump.numbers.get("logprobs", ())), logits_of(source)
+    if logits is None or not dump.tokens or not values.size:
+        return None
+    places = np.arange(values.size)  # of the logits of each row
+    if source is dump and values.size != logits.number:
+        return None
+    if source is not dump:
+        pairs = aligned(dump, source)
+        if pairs is None or (values.size, logits.number) != (dump.num_tokens, source.num_tokens):
+            return None
+        places = np.full(values.size, -1)
+        places[pairs[0]] = pairs[1]
+    tokens, wanted = _following(dump, np.arange(values.size - 1))
+    rows = np.nonzero(wanted & (places[:-1] >= 0))[0]
+    rows = rows[np.isfinite(values[rows + 1]) & (tokens[rows + 1] < logits.columns) & (tokens[rows + 1] >= 0)]
+    rows = rows[sampled(rows, MAX_TOKENS)]
+    given = logits.rows(places[rows])
+    rows, given = rows[np.isfinite(given).all(1)], given[np.isfinite(given).all(1)]
+    return (given, tokens[rows + 1], values[rows + 1]) if len(rows) else None
+
+
+def odd_logprobs(
+    dump: PathDump, other: PathDump, path: str, max_error: float, problems: list[str]
+) -> tuple[str, float, float, str] | None:
+    """Return why recorded log-probabilities do not follow from the path's logits: message, error, its limit, cure.
+
+    Without logits of its own those of the other path stand for them. None where they do follow, where the dump has not both and
+    tokens, or where nothing explains a difference from the other path's.
 
     Args:
         dump: the path.
+        other: the other path.
         path: its name in the message.
         max_error: limit of the mean of exp(|difference|).
         problems: takes a line where something cannot be read.
     """
+    is_own = logits_of(dump) is not None
     try:
-        values, logits = floats(dump.numbers.get("logprobs", ())), logits_of(dump)
-        if not values.size or logits is None or not dump.tokens or values.size != logits.number:
-            return None
-        rows = np.arange(logits.number - 1)
-        tokens, wanted = _following(dump, rows)
-        rows = rows[wanted]
-        rows = rows[np.isfinite(values[rows + 1]) & (tokens[rows + 1] < logits.columns) & (tokens[rows + 1] >= 0)]
-        rows = rows[sampled(rows, MAX_TOKENS)]
-        given = logits.rows(rows)
+        asked = _asked(dump, dump if is_own else other)
     except (OSError, ValueError, KeyError) as error:
         problems.append(f"log-probabilities cannot be read: {one_line(str(error))}")
         return None
-    good = np.isfinite(given).all(1)
-    rows, given = rows[good], given[good]
-    if not len(rows):
+    if asked is None:
         return None
-    chosen, reported = tokens[rows + 1], values[rows + 1]
+    given, chosen, reported = asked
     p = _log_softmax(given)
-    d = reported - p[np.arange(len(rows)), chosen]
+    d = reported - p[np.arange(len(chosen)), chosen]
     with np.errstate(over="ignore"):
         error_now = float(np.exp(np.abs(d)).mean())
     if error_now <= max_error:
@@ -191,9 +233,12 @@ def odd_logprobs(dump: PathDump, path: str, max_error: float, problems: list[str
     elif float(d.min()) >= -small:
         why = "each is at or above its own, as after top-p or top-k"
         cure = "ask the engine for raw log-probabilities, or renormalize over the same tokens in training"
+    elif not is_own:
+        return None
     else:
         why, cure = "no temperature explains it", "compare the tokens, penalties and logit processors that they were made with"
-    text = f"the {path}'s log-probabilities do not follow from its own logits, by {np.abs(d).mean():.2g} nats a token: {why}"
+    whose = "its own logits" if is_own else "the other path's logits"
+    text = f"the {path}'s log-probabilities do not follow from {whose}, by {np.abs(d).mean():.2g} nats a token: {why}"
     return text, error_now, max_error, cure
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8debug.parity.activations import function_of
 from fp8debug.parity.dump import PathDump, sampled
 from fp8debug.parity.names import ModuleOutput
 
@@ -66,6 +67,7 @@ class Measures:
         same_tokens: whether both paths read the same tokens, so that numbers of rows of experts compare.
         adapter: whether each path adds an adapter's product to the module's own.
         bad: paths ("training", "rollout") whose output has NaN or Inf.
+        function: name of the activation function that each path computes.
         skipped: (path, layer) of the layers that one path alone runs since the module before.
     """
 
@@ -95,6 +97,7 @@ class Measures:
     same_tokens: bool = True
     adapter: tuple[bool, bool] = (False, False)
     bad: tuple[str, ...] = ()
+    function: tuple[str | None, str | None] = (None, None)
     skipped: tuple[tuple[str, str], ...] = ()
 
 
@@ -165,6 +168,9 @@ def measure_module(
         found["weight_is_fp8"] = tuple(w is not None and w[2] for w in weights)
         found |= _weights(weights, slices, sides)
     found["adapter"] = ours.has_adapter(first.module), theirs.has_adapter(second.module)
+    if weights[0] is None and weights[1] is None:
+        kinds = (one.kind or found["kind"] for one in modules)
+        found["function"] = tuple(function_of(kind, side.x, side.y) for kind, side in zip(kinds, sides, strict=True))
     found["eps"] = sides[0].eps, sides[1].eps
     if sides[0].bias is not None or sides[1].bias is not None:
         found["bias"], found["has_bias"] = _bias(sides), (sides[0].bias is not None, sides[1].bias is not None)

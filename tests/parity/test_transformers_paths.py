@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8debug
+from fp8debug.errors import RunError
 from fp8debug.parity import ParityReport, compare_paths, record_path
 from fp8debug.parity.dump import execution
 
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
         kind: (getattr(transformers, f"{kind}ForCausalLM"), getattr(transformers, f"{kind}Config"))
         for kind in ("Llama", "Qwen2", "Qwen3Moe", "Gemma")
     }
+    GPT2 = transformers.GPT2LMHeadModel, transformers.GPT2Config
 
 WIDTH = 128
 SIZES = {
@@ -264,6 +266,91 @@ def test_a_plain_file_says_nothing_of_order_and_names_do(tmp_path: Path) -> None
     report = compare_paths(tmp_path / "train.safetensors", tmp_path / "rollout.safetensors")
     assert [(f.code, f.module) for f in report] == [("F306", "model.layers.1.self_attn.o_proj")]
     assert "its weight was not recorded, so it may be a stale one as well" in report[0].message
+
+
+def _padded(model: Any, ids: Tensor, number: int) -> dict[str, Tensor]:
+    """Return a batch with padding on the left, whose positions count it."""
+    padding = torch.zeros(len(ids), number, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(ids)], 1)
+    return {
+        "input_ids": torch.cat([padding, ids], 1),
+        "attention_mask": mask,
+        "position_ids": torch.arange(mask.shape[1]).expand_as(mask),
+    }
+
+
+def test_positions_that_count_padding_are_named(tmp_path: Path) -> None:
+    model = model_of()
+    record_path(model, {"input_ids": tokens()}, tmp_path / "train")
+    record_path(model, _padded(model, tokens(), 8), tmp_path / "rollout")
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert [(f.code, f.tensor) for f in report] == [("F308", "positions")]
+    assert "at 0 in training and at 8 in the rollout" in report[0].message
+
+
+def test_a_path_without_the_first_token_is_named(tmp_path: Path) -> None:
+    model, ids = model_of(), tokens()
+    with pytest.raises(RunError, match=rf"rollout begins 1 later: it lacks {int(ids[0, 0])}, as a token of the beginning"):
+        compared(model, model, tmp_path, ids, ids[:, 1:])
+
+
+def _logprobs(model: Any, ids: Tensor, temperature: float, top_p: float) -> Tensor:
+    z = model(input_ids=ids).logits.float() / temperature
+    p, order = z.softmax(-1).sort(-1, descending=True)
+    kept = torch.zeros_like(z, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p < top_p)
+    found = z.masked_fill(~kept, -torch.inf).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return torch.cat([torch.full((len(ids), 1), torch.nan), found], 1).flatten()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "says"), [(0.7, 1.0, "a temperature of 0.7"), (1.0, 0.9, "as after top-p"), (1.0, 1.0, None)]
+)
+def test_log_probabilities_alone_are_those_of_the_other_paths_logits(
+    temperature: float, top_p: float, says: str | None, tmp_path: Path
+) -> None:
+    model, ids = model_of(), tokens()
+    model.lm_head.weight.mul_(2)
+    record_path(model, {"input_ids": ids}, tmp_path / "train")
+    save_file({"tokens": ids, "logprobs": _logprobs(model, ids, temperature, top_p)}, tmp_path / "rollout.safetensors")
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout.safetensors")
+    assert report.metrics["token_mult_prob_error"] > 1.05 or says is None
+    assert [f.code for f in report] == ([] if says is None else ["F308"])
+    assert all("the other path's logits" in f.message and str(says) in f.message for f in report)
+
+
+def _activation(kind: str, dtype: torch.dtype) -> Any:
+    model = GPT2[0](GPT2[1](vocab_size=300, n_embd=WIDTH, n_layer=2, n_head=4, activation_function=kind))
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.1)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype", "says"),
+    [
+        (("gelu_new", "gelu"), torch.float32, "the training computes GELU by tanh, the rollout GELU"),
+        (("relu", "silu"), torch.bfloat16, "the training computes ReLU, the rollout SiLU"),
+        (("gelu_new", "gelu_pytorch_tanh"), torch.bfloat16, None),
+        (("gelu_new", "gelu_pytorch_tanh"), torch.float32, None),
+    ],
+)
+def test_another_activation_function_has_its_name(
+    kinds: tuple[str, str], dtype: torch.dtype, says: str | None, tmp_path: Path
+) -> None:
+    train, rollout = (_activation(kind, dtype) for kind in kinds)
+    report = compared(train, rollout, tmp_path)
+    assert [(f.code, f.module) for f in report] == ([] if says is None else [("F306", "transformer.h.0.mlp.act")])
+    assert all(str(says) in f.message for f in report)
+
+
+def test_recorded_runs_by_another_attention_kernel_are_silent(tmp_path: Path) -> None:
+    for model, name in zip(_eager(), ("train", "rollout"), strict=True):
+        fp8debug.convert(model, "blockwise", overrides={"lm_head": None})
+        with fp8debug.watch(model, tmp_path / name, every=1, what_if=(), inference=True), torch.no_grad():
+            model(input_ids=tokens())
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert not report, [(f.code, f.module, f.message) for f in report]
 
 
 _OF_LAYERS = {
