@@ -312,6 +312,7 @@ def test_a_time_limit_in_a_trainer_callback_reaches_the_program(tmp_path: Path, 
     watch.close()
 
 
+@NEEDS_SCALED_MM
 def test_a_module_is_watched_again_after_the_interruption(
     tmp_path: Path, handling: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
