@@ -327,7 +327,12 @@ def is_in_order(against: Comparison) -> bool:
     Blocks that are far off may be too few to count there: then a factor has to explain a part of the error.
     """
     is_explained = against.num_bad_blocks == 0 or _of_excess(against) >= _OF_EXCESS / 2
-    return is_explained and against.inversion_rate <= _MAX_INVERSIONS
+    return is_explained and keeps_order(against)
+
+
+def keeps_order(against: Comparison) -> bool:
+    """Return whether neighbours in a row are in the order of the reference's, as under any scales."""
+    return against.inversion_rate <= _MAX_INVERSIONS
 
 
 def is_factor(against: Comparison, max_gain_error: float = 0.01) -> bool:

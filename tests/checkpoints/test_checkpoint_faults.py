@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fp8debug.checkpoints import CHECKS, CheckReport, check_checkpoint
 from tests.checkpoints import writers
@@ -211,7 +212,7 @@ def test_there_are_more_than_twenty_kinds() -> None:
 
 
 def test_every_rule_has_a_fault() -> None:
-    elsewhere = {"F204", "F205", "F206", "F207", "F213", "F220"}  # in test_files.py, test_checkpoint_reports.py and below
+    elsewhere = {"F204", "F205", "F206", "F207", "F208", "F213", "F220"}  # in test_files.py, test_checkpoint_reports.py and below
     assert {code for code, _, _ in (*ALONE.values(), *AGAINST.values())} | elsewhere == set(CHECKS.names())
 
 
@@ -588,3 +589,47 @@ def test_scales_that_waste_the_format_need_lose_nothing_unless_they_are_powers_o
     file = writers.save(tensors, tmp_path / "model.safetensors")
     (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
     assert (finding.code, finding.tensor) == ("F235", BAD)
+
+
+def _static(folder: Path, lacking: str | None) -> CheckReport:
+    """Judge layers under tensor scales with static activation and cache scales, of which one is left out."""
+    found: Tensors = {}
+    for layer in range(4):
+        above = f"model.layers.{layer}.self_attn"
+        for part in ("q_proj", "k_proj", "v_proj"):
+            weight = torch.randn(64, 64)
+            scale = weight.abs().amax() / 448
+            name = f"{above}.{part}"
+            found |= {f"{name}.weight": (weight / scale).to(E4), f"{name}.weight_scale": scale.reshape(1)}
+            found[f"{name}.input_scale"] = torch.tensor([0.01])
+        found |= {f"{above}.{part}_scale": torch.tensor([0.02]) for part in "kv"}
+    if lacking is not None:
+        del found[lacking]
+    save_file(found, folder / "model.safetensors")
+    return check_checkpoint(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "tensor"),
+    [
+        ("model.layers.2.self_attn.k_proj.input_scale", "model.layers.2.self_attn.k_proj.weight"),
+        ("model.layers.1.self_attn.v_scale", "model.layers.1.self_attn.k_proj.weight"),
+        (None, None),
+    ],
+)
+def test_an_activation_scale_that_the_others_have(lacking: str | None, tensor: str | None, tmp_path: Path) -> None:
+    report = _static(tmp_path, lacking)
+    assert [(f.code, f.tensor) for f in report] == ([] if lacking is None else [("F208", tensor)])
+    assert all(f"no {str(lacking).rpartition('.')[2]}, which 3 of 4 modules of this role have" in f.message for f in report)
+
+
+def test_parts_that_were_joined_under_one_scale(tmp_path: Path) -> None:
+    parts = [torch.randn(64, 64) * size for size in (1.0, 0.4, 0.7)]
+    scales = [part.abs().amax() / 448 for part in parts]
+    codes = torch.cat([(part / scale).to(E4).view(torch.uint8) for part, scale in zip(parts, scales, strict=True)]).view(E4)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    save_file({name: codes, f"{name}_scale": torch.stack(scales).amax().reshape(1)}, tmp_path / "model.safetensors")
+    save_file({name: torch.cat(parts)}, tmp_path / "original.safetensors")
+    (finding,) = check_checkpoint(tmp_path / "model.safetensors", tmp_path / "original.safetensors")
+    assert (finding.code, finding.tensor) == ("F234", name)
+    assert "parts that were cast under scales of their own and joined under one" in finding.message

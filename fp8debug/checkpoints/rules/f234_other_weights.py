@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fp8debug.checkpoints.comparison import Comparison, explains, is_in_order
+from fp8debug.checkpoints.comparison import Comparison, explains, is_in_order, keeps_order
 from fp8debug.checkpoints.layouts import Weight
+from fp8debug.checkpoints.names import parts_of
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
 from fp8debug.checkpoints.scan import WeightFacts
 from fp8debug.formats import FORMATS
@@ -21,7 +22,8 @@ class OtherWeights(FileRule):
         Quantized weights whose error neither a scale nor a second rounding explains, single codes that no rounding of the
         reference gives, and tensors in high precision that differ by more than rounding. The message tells what cosine and
         order leave: another step (an adapter that was merged looks the same), some blocks, turned signs, another tensor, the two
-        codes of a byte exchanged, or codes of another format.
+        codes of a byte exchanged, codes of another format, or parts of a joined weight that were cast under other scales than the
+        one that is stored.
 
     Why it matters
         A stale copy of one module is the commonest reason why training and inference part.
@@ -72,7 +74,7 @@ class OtherWeights(FileRule):
                     continue  # F233, where it is more than its limit
                 where = f" in {against.num_bad_blocks} of {against.num_blocks} blocks" if against.num_bad_blocks else ""
                 numbers = f"SQNR {db(against.sqnr_db)} where its cast gives {db(against.own_db)}{where}"
-                text = f"{self._kind(against)}: cosine {against.cosine or 0.0:.4g} with the reference, {numbers}"
+                text = f"{self._kind(against, weight)}: cosine {against.cosine or 0.0:.4g} with the reference, {numbers}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=against.sqnr_db, threshold=against.own_db, unit="dB")
             elif against.num_damaged:
                 value = against.num_damaged / facts.numel
@@ -101,13 +103,18 @@ class OtherWeights(FileRule):
         is_part = 0 < against.num_bad_blocks < against.num_blocks
         return is_part and against.rest_loss_db is not None and against.rest_loss_db < self.min_loss_db
 
-    def _kind(self, against: Comparison) -> str:
+    def _kind(self, against: Comparison, weight: Weight) -> str:
         """Return whether the weight is another one or some of its blocks are: the rest is the reference's cast."""
         cosine = against.cosine or 0.0
         if self._is_rest_sound(against):
             return f"{against.num_bad_blocks} of {against.num_blocks} blocks are not the reference's"
         if against.swapped_cosine > max(0.7, cosine):
             return "the two codes of each byte are exchanged: the high one comes first, or was read first"
+        if keeps_order(against) and cosine > 0.7 and against.num_blocks == weight.batch and any(parts_of(weight.name)):
+            return (
+                "the values are in the reference's order and no one scale fits: parts that were cast under scales of their own"
+                " and joined under one, or codes of another format"
+            )
         if is_in_order(against) and cosine > 0.7:
             return "the values are in the reference's order and no scale fits: codes of another format (E5M2 as E4M3), or changed"
         if cosine > 0.7:
