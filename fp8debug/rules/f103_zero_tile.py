@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
+from fp8debug.rules.reading.bounds import cast_floor_db
 from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.nonfinite import (
     MAX_RESULT,
@@ -23,7 +24,7 @@ from fp8debug.rules.reading.traces import Trace, times, traces
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel", "headroom")
+_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel", "headroom", "sqnr_db")
 #: The cure where the scale itself is not finite.
 _LOAD = "load or compute the scale of this operand before its first use (synchronize scales with their data); else BF16 here"
 #: What is found by the kind of origin, where no loss was recorded: name, cause, cure.
@@ -43,6 +44,10 @@ _CLAMP = (
     "clamp to the format's largest value before the conversion (a saturating cast), and compute the scale from this tensor's own"
     " amax; else BF16 here"
 )
+_WRITTEN = (
+    "clear this operand's buffer before its cast, and check which elements the cast writes (mask, strides, rows and columns"
+    " exchanged) and what else writes there; compare its codes with fp8debug.quantize(); else BF16 for this GEMM"
+)
 _IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 _POISONED = Look(
     _IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"), ("num_nan > 0", "num_inf > 0")
@@ -57,7 +62,8 @@ class ZeroTileNan(Rule):
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). Where no block is zero and whole blocks became NaN, the scale itself is not
         finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. Where values lie beyond
-        what a finite scale holds, the cast does not saturate (cast-without-clamp). The first such cast is the
+        what a finite scale holds, the cast does not saturate (cast-without-clamp). Where a scale is finite and single elements
+        are hit, their codes were never written, or something else wrote there (nonfinite-codes). The first such cast is the
         culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
         blocks that stay zero are healthy.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite, unless
@@ -171,13 +177,19 @@ class ZeroTileNan(Rule):
         elif not is_known:
             cause = "a block of zeros, the cast's kernel or its scale made them; which was not recorded"
         else:
-            cause = "no block was all zero, so suspect the cast's kernel or its scale"
+            cause = (
+                f"no block was all zero{_others(trace, row['sqnr_db'])}: their codes were never written, or something else wrote"
+                " there, or the scale of a small block is not finite"
+            )
         elements = f"{count} finite element{'' if count == 1 else 's'}" if is_known else "finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
         finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
         if is_beyond:
             return replace(finding, name="cast-without-clamp", cure=_CLAMP)
-        return replace(finding, name="nonfinite-scale", cure=_LOAD) if is_scale else finding
+        if is_scale:
+            return replace(finding, name="nonfinite-scale", cure=_LOAD)
+        is_of_codes = is_known and not zero and not tiny
+        return replace(finding, name="nonfinite-codes", cure=_WRITTEN) if is_of_codes else finding
 
     def _from_outside(self, origin: NonfiniteOrigin) -> Finding:
         """Return the finding of a tensor that was not finite before its cast, in a run without a loss that F125 would judge."""
@@ -246,6 +258,13 @@ class ZeroTileNan(Rule):
             f" AND (step > {step} OR (step = {step} AND {order} {finding.call_index})) GROUP BY module ORDER BY place, module"
         )
         return [row["module"] for row in run.sql(query).to_pylist()]
+
+
+def _others(trace: Trace, sqnr_db: float | None) -> str:
+    """Return in words how far the elements that stayed finite are from their tensor, where no rounding can put them there."""
+    if sqnr_db is None or trace.cast is None or sqnr_db >= cast_floor_db(trace.cast):
+        return ""
+    return f" and the finite elements are wrong too ({sqnr_db:.1f} dB)"
 
 
 RULES.add(ZeroTileNan.code, ZeroTileNan())

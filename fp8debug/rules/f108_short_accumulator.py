@@ -18,6 +18,9 @@ _COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row
 #: Norm of a result over that of the product beyond which parts of the sum lack a scale: scales of FP8 lie below 1/16 in tensors
 #: whose amax is below 28.
 _FAR_TOO_LARGE = 16.0
+#: A result that is right where it is not missing is a projection of the product: what is missing is orthogonal to it, so that its
+#: cosine is its norm ratio (closed form; BF16 changes either by 1e-5). Below a norm ratio there is next to nothing to compare.
+_RIGHT_ANGLE, _LEAST_LEFT = 0.003, 0.05
 #: The cure where no accumulator explains the result.
 _OF_KERNEL = "another kernel or backend for this GEMM; check which scales it reads, and in which layout; else BF16 for this GEMM"
 
@@ -32,7 +35,8 @@ class ShortAccumulator(Rule):
         contracted dimension: K in fprop, N in dgrad, the tokens in wgrad. A gain below 1 tells that the operands have
         one sign and the loss adds up. A result farther off than 14 bits, the shortest accumulator in use, can lose over K
         products is reported as result-differs: the kernel, or what it was handed, is wrong (scales that it cuts, ignores or
-        reads in another layout, rows that it never writes, an output buffer that something else writes to).
+        reads in another layout, rows that it never writes, an output buffer that something else writes to). A result that
+        is right where it is not zero has a cosine that is its norm ratio, which the message says.
 
     Why it matters
         Hopper's FP8 tensor cores keep about 14 bits of a sum. Without promotion to FP32 every 128 elements, uniform
@@ -127,6 +131,11 @@ def candidates(row: dict[str, Any]) -> str:
         return f"{percent(bad)} of its rows are wrong and {percent(good)} right: the kernel left rows unwritten or mixed them"
     if cosine >= 0.999:
         return f"gain {gain:.3g} at cosine {cosine:.5f}, so that the kernel applies a scale twice, not at all, or another one"
+    if norm_ratio >= _LEAST_LEFT and abs(cosine - norm_ratio) < _RIGHT_ANGLE:
+        return (
+            f"{percent(1 - norm_ratio**2)} of the product's energy is missing and what is there is right (cosine {cosine:.3f},"
+            f" norm ratio {norm_ratio:.3f}): rows or columns that the kernel never wrote, or a part of the sum that it left out"
+        )
     if cosine >= 0.9:
         return (
             f"gain {gain:.3g} at cosine {cosine:.3f}, so that the kernel does not use the scales that it is given as they are"

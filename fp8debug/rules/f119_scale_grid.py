@@ -62,6 +62,10 @@ class ScaleGrid(Rule):
         - max_unrelated 0.25: cosine, as a share of the least that scales in a random order leave, 4 r / (1 + r)^2 where the
           largest is r times the smallest; below, data of the right size are another tensor's or an older one's (F128). The share
           allows for orders in which large blocks get small scales.
+        - max_resized 16: norm of the data over the tensor's, or its inverse, beyond which an order of the tensor's own scales
+          does not explain them: it leaves the norm, but for blocks that differ in energy under like scales. No published basis.
+        - max_part_norm 0.1: how far from 1 that norm may lie where one of several microbatches is another tensor's: one of the
+          same module has about its size. No published basis.
     """
 
     code = "F119"
@@ -75,6 +79,8 @@ class ScaleGrid(Rule):
     max_cosine: float = 0.999
     min_elements: int = 256
     max_unrelated: float = 0.25
+    max_resized: float = 16.0
+    max_part_norm: float = 0.1
 
     @property
     def _look(self) -> Look:
@@ -86,7 +92,7 @@ class ScaleGrid(Rule):
             f"coalesce(NOT ({ONE_SCALE}), true)",
             f"NOT (tensor = 'weight' AND {HAS_OUTGROWN})",
         ]
-        return look(conditions, ["sqnr_db", "headroom", "cosine", "norm_ratio", "scale_inv_min", "scale_inv_max"])
+        return look(conditions, ["sqnr_db", "headroom", "cosine", "norm_ratio", "scale_inv_min", "scale_inv_max", "num_tensors"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands beyond their scales."""
@@ -142,13 +148,24 @@ class ScaleGrid(Rule):
         """Return whether the data cannot be the tensor's, under whatever order of its scales.
 
         Blocks at random under scales s of each other have the cosine E[s]^2 / E[s^2], by Kantorovich's inequality at least
-        4 r / (1 + r)^2 where the largest scale is r times the smallest. Data of another tensor have about 0, at the right size.
+        4 r / (1 + r)^2 where the largest scale is r times the smallest. Data of another tensor have about 0, at the right size,
+        and as part of n microbatches, of which j were right, about j / n. Scales of other blocks leave a tensor its size; where
+        it is far larger, they may be inverse, so that r is squared.
         """
         smallest, largest = row["scale_inv_min"], row["scale_inv_max"]
-        if not smallest or row["norm_ratio"] is None or not 0.5 < row["norm_ratio"] < 2:
+        if not smallest or row["norm_ratio"] is None:
             return False
-        spread = max(largest / smallest, row["headroom"])
-        return bool(abs(row["cosine"]) < self.max_unrelated * 4 * spread / (1 + spread) ** 2)
+        cosine, num = abs(row["cosine"] or 0.0), row["num_tensors"] or 1
+        spread = largest / smallest
+        if not 1 / self.max_resized < row["norm_ratio"] < self.max_resized:
+            return bool(cosine < self.max_unrelated * _kantorovich(spread if row["norm_ratio"] < 1 else spread**2))
+        if not 0.5 < row["norm_ratio"] < 2:
+            return False
+        least = self.max_unrelated * _kantorovich(max(spread, row["headroom"]))
+        if cosine < least:
+            return True
+        is_whole = abs(row["norm_ratio"] - 1) < self.max_part_norm
+        return is_whole and any(abs(cosine - right / num) < least / num for right in range(1, num))
 
     def _rounded_headroom(self, trace: Trace) -> float:
         """Return how far a value may lie beyond its scale where that is rounded down."""
@@ -162,6 +179,11 @@ class ScaleGrid(Rule):
             return False
         foreign = {part.module: part.steps[0] for f in others if f.code in ("F112", "F121") for part in f.sites}
         return not all(part.tensor == "weight" and foreign.get(part.module, math.inf) <= part.steps[0] for part in finding.sites)
+
+
+def _kantorovich(spread: float) -> float:
+    """Return the least cosine that scales which differ by ``spread`` leave in a random order."""
+    return float(4 * spread / (1 + spread) ** 2)
 
 
 RULES.add(ScaleGrid.code, ScaleGrid())

@@ -23,11 +23,12 @@ class DivergesAtStart(Rule):
     """The loss rises from the first steps on, or updates are as large as the weights, while no single layer is at fault.
 
     What it detects
-        A loss that lies above its first value in the later half of the first steps, and at the end; or that rose and is
-        no longer finite within them. The message says how many modules' inputs and weights moved at once. It stands only
-        when no other rule found a harmful fault that is local, in less than half of the modules, when the loss began to
-        rise. Where the weights of most modules grew by then, which no cast can do, clipping and underflow are what the
-        divergence leaves behind.
+        A loss that lies above its first value in the later half of the first steps, and at the end; or that rose beyond its
+        noise and is no longer finite within them, when most modules had moved by then: a NaN that comes to tensors of usual
+        size has an origin of its own (F103, F125). The message says how many modules' inputs and weights moved at once. It
+        stands only when no other rule found a harmful fault that is local, in less than half of the modules, when the loss
+        began to rise. Where the weights of most modules grew by then, which no cast can do, clipping and underflow are what
+        the divergence leaves behind.
         updates-out-of-size: at any step, an optimizer step changed weights by as much as they are large. The message says
         whether the optimizer's second moments are 0 under gradients that are not (kept in too few bits, they underflow, and
         m / (0 + eps) explodes), the learning rate is too high for the weights, or the gradient was that large. Clipping and
@@ -58,7 +59,8 @@ class DivergesAtStart(Rule):
           smaller, as one that starts from 0 is. No published basis: at most 0.034 in 39 clean runs of twelve
           architectures [measured, tests/bench/clean.py]; Adam at a learning rate of 0.02 without warm-up, which trains well,
           moves weights of RMS 0.07 by 0.28.
-        - max_local 0.5: share of the modules below which another rule's finding is local, and the cause.
+        - max_local 0.5: share of the modules below which another rule's finding is local, and the cause; and that must have
+          moved before a loss that is NaN counts as a divergence.
         - torchtitan #742 (8-bit Adam) and COAT #3 (FP8 states) are updates out of size.
         - The case "divergence at the start" of the NVIDIA talk that this tool follows; KempnerForge's guide.
     """
@@ -111,7 +113,7 @@ class DivergesAtStart(Rule):
             return
         limit = finite[0] * (1 + self.min_rise)
         if sick is not None:
-            is_diverged = len(finite) > 1 and finite[-1] > limit
+            is_diverged = len(finite) > 1 and self._ends_high(finite, limit) and self._is_everywhere(run, steps[sick])
         else:
             is_diverged = len(finite) >= self.min_history and self._rises(finite[len(finite) // 2 :], finite[0], limit)
             is_diverged = is_diverged and not self._comes_back(losses, finite[0])
@@ -121,6 +123,17 @@ class DivergesAtStart(Rule):
     def _rises(self, later: Sequence[float], first: float, limit: float) -> bool:
         level = median(later)
         return level > self.max_noisy * first or level > max(limit, first + self.min_noise * noise_of(later))
+
+    def _ends_high(self, finite: Sequence[float], limit: float) -> bool:
+        """Return whether the last finite loss is the highest, beyond the noise of those before it."""
+        first, last = finite[0], finite[-1]
+        is_beyond = last > self.max_noisy * first or last > first + self.min_noise * noise_of(finite)
+        return last > limit and last == max(finite) and is_beyond
+
+    def _is_everywhere(self, run: Run, last: int) -> bool:
+        """Return whether most modules moved before the loss was NaN; True where too little was recorded to tell."""
+        moved, num = self._growing(run, last, ("input", "weight"))
+        return not num or moved >= self.max_local * num
 
     def _comes_back(self, losses: Sequence[float], first: float) -> bool:
         return median(losses[-self.min_history :]) <= first

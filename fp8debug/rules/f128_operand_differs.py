@@ -35,7 +35,7 @@ _NEAREST = "cast_name LIKE '% current%' AND " + " AND ".join(
 _OF_ELEMENTS = f"{_NEAREST} AND NOT {SCALES_ARE_ROUNDED} AND coalesce(num_saturated, 0) = 0"
 _COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
-    *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max", "max_abs_err"),
+    *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max", "max_abs_err", "num_tensors"),
 )
 
 
@@ -302,8 +302,8 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: flo
             f"its values use {percent(headroom)} of the format's range, so that the scale is not the one of the data (an"
             " inverse, a static or a stale scale, or an amax floor far above the tensor)"
         )
-    if _are_unrelated(row):
-        return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
+    if (other := _of_another(row)) is not None:
+        return other
     if over > 0.01 or headroom > 1.25:
         return f"values lie {times(headroom)} times beyond what the scale holds, so that the scale is not the one of the data"
     if flushed > 0.01 and 0.5 * flushed < (row["nmse"] or 0.0) < 3 * flushed:
@@ -324,6 +324,39 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: flo
             " treats some exponents otherwise), or blocks have scales of others that are no smaller"
         )
     return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
+
+
+def _of_another(row: dict[str, Any]) -> str | None:
+    """Return the causes where values are those of another tensor, in all calls that a row holds or in some; else None."""
+    numbers = f"cosine {row['cosine'] or 0.0:.3f}, norm ratio {row['norm_ratio'] or 0.0:.3g}"
+    if _is_foreign(row):
+        return (
+            f"{numbers}: neither the direction nor the size of the tensor: data and scale of another tensor (a buffer that"
+            " something else wrote to, an older version)"
+        )
+    if (right := _num_right(row)) is not None:
+        return (
+            f"{numbers} over {row['num_tensors']} microbatches or calls, as where {row['num_tensors'] - right} of them read"
+            " another tensor or an older one (that of the call before, a buffer that was read too early)"
+        )
+    return _by_direction(row["cosine"], row["gain"], row["norm_ratio"]) if _are_unrelated(row) else None
+
+
+def _is_foreign(row: dict[str, Any]) -> bool:
+    """Return whether the values have neither the size of the tensor's nor a direction in common with them."""
+    cosine, norm_ratio = row["cosine"], row["norm_ratio"]
+    return norm_ratio is not None and not 1 / 16 < norm_ratio < 16 and abs(cosine or 0.0) < 0.1
+
+
+def _num_right(row: dict[str, Any]) -> int | None:
+    """Return how many of the tensors in a row are right where the others have nothing in common with theirs; None otherwise.
+
+    Of n tensors of one size j right ones and n - j unrelated ones have the cosine j / n together, at their own norm.
+    """
+    cosine, norm_ratio, num = row["cosine"], row["norm_ratio"], row.get("num_tensors") or 1
+    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > 0.1 or not 1 < num <= 8:
+        return None
+    return next((right for right in range(1, num) if abs(cosine - right / num) < 0.1 / num), None)
 
 
 def _are_unrelated(row: dict[str, Any]) -> bool:

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 _FINE = ("float32", "float64")
 #: Relative distance of two FP32 values, at most.
 _FP32_SPACING = 2.0**-23
+#: SQL over ``updates``: the rows of weights without an FP32 copy, and their sums by module.
+_JUDGED = (
+    "NOT coalesce(keeps_precision, FALSE) AND num_sampled > 0 AND coalesce(lr, 1) > 0"
+    " AND (num_intended IS NULL OR num_intended > 0)"
+)
+_SUMS = (
+    "module, min(dtype) AS dtype, min(optimizer) AS optimizer, max(lr) AS lr, min(step) AS first,"
+    " max(step) AS last, count(*) AS num, CAST(sum(num_intended) AS DOUBLE) AS num_intended,"
+    " CAST(sum(num_lost) AS DOUBLE) AS num_lost,"
+    " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
+    " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved,"
+    " max(num_moved) AS most_moved, sum(sum_weight2) AS weight2, sum(sum_grad2) AS grad2"
+)
 _LEFT_OUT = (
     "check what the optimizer does with this weight: a group that it skips, an update of a copy that is never written back, or"
     " a later write of the old value; no cast changes it"
@@ -29,15 +42,16 @@ class UpdatesRoundedAway(Rule):
 
     What it detects
         Weights that a torch optimizer updates itself, without an FP32 copy in its state: in BF16, FP16 or FP8, or written back
-        to such a grid. Of the update
-        that its formula asks for (Adam, AdamW and SGD, computed again in FP32 from the optimizer's state) the run records
-        which elements did not move, and how much of the whole took effect, which is 1 under stochastic rounding and near 0
-        where updates are below half the distance of two values of the dtype. All sampled steps count together, large updates
-        most, so that a warm-up or a learning rate that ends at 0 is no finding. Nor are FP32 weights whose updates lie below the
-        distance of two FP32 values: their gradient is next to 0, as under SGD behind a gate that starts from 0. Of an
-        optimizer with another formula the share of elements that moved is judged alone. weight-not-updated: no element of a
-        weight in FP32 moved in any sampled step, though it has a gradient, its updates are large enough for FP32, and the
-        same optimizer moves other weights.
+        to such a grid. Of the update that its formula asks for (Adam, AdamW and SGD, computed again in FP32 from the
+        optimizer's state) the run records which elements did not move, and how much of the whole took effect, which is 1 under
+        stochastic rounding and near 0 where updates are below half the distance of two values of the dtype. All sampled steps
+        count together, large updates most, so that a warm-up or a learning rate that ends at 0 is no finding. A loss that
+        begins during a run and lasts to its end counts from there on, where a typical update is larger than the distance of two
+        values of the dtype: the dtype loses no such update, so that something writes the weight to a coarser grid. FP32
+        weights do not count whose updates lie below the distance of two FP32 values: their gradient is next to 0, as under SGD
+        behind a gate that starts from 0. Of an optimizer with another formula the share of elements that moved is judged alone.
+        weight-not-updated: no element of a weight in FP32 moved in any sampled step, though it has a gradient, its updates are
+        large enough for FP32, and the same optimizer moves other weights.
 
     Why it matters
         Training stands still beside its FP32 twin while every cast is healthy. Two BF16 values of size 0.03 lie 1.2e-4 apart:
@@ -55,6 +69,8 @@ class UpdatesRoundedAway(Rule):
     Thresholds
         - max_lost 0.5, max_gain 0.5: a warning where more of the updates are lost and less of the whole takes effect. No
           published basis; closed form: rounding to nearest loses every update below half the distance of two values.
+        - max_late_gain 0.8: the same as max_gain for losses since a step, whose updates the dtype holds: all of them take
+          effect there but for single roundings. No published basis.
         - error_lost 0.9, error_gain 0.1: an error beyond both.
         - min_moved 0.01: share of elements with a gradient that moves in the best sampled step, of an optimizer whose formula
           is not known. No published basis.
@@ -74,6 +90,7 @@ class UpdatesRoundedAway(Rule):
 
     max_lost: float = 0.5
     max_gain: float = 0.5
+    max_late_gain: float = 0.8
     error_lost: float = 0.9
     error_gain: float = 0.1
     min_moved: float = 0.01
@@ -85,26 +102,36 @@ class UpdatesRoundedAway(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per weight whose updates are lost."""
-        query = (
-            "SELECT module, min(dtype) AS dtype, min(optimizer) AS optimizer, max(lr) AS lr, min(step) AS first,"
-            " max(step) AS last, count(*) AS num, CAST(sum(num_intended) AS DOUBLE) AS num_intended,"
-            " CAST(sum(num_lost) AS DOUBLE) AS num_lost,"
-            " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
-            " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved,"
-            " max(num_moved) AS most_moved, sum(sum_weight2) AS weight2, sum(sum_grad2) AS grad2"
-            " FROM updates WHERE NOT coalesce(keeps_precision, FALSE) AND num_sampled > 0"
-            " AND coalesce(lr, 1) > 0 AND (num_intended IS NULL OR num_intended > 0) GROUP BY module"
-        )
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
-        rows = run.sql(query).to_pylist()
+        rows = run.sql(f"SELECT {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
+        late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
         for row in sorted(rows, key=lambda row: (places.get(row["module"], 0), row["module"])):
             if row["num"] < self.min_steps:
                 continue
             if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
                 yield self._left_out(run, row, places.get(row["module"], 0))
-            else:
-                yield from self._judged(run, row, places.get(row["module"], 0))
+            elif found := self._judged(run, row, places.get(row["module"], 0)):
+                yield found
+            elif row["module"] in late and (found := self._since(run, late[row["module"]], places.get(row["module"], 0))):
+                yield found
+
+    @property
+    def _since_lost(self) -> str:
+        """The query of the same sums over the last steps of each weight, in all of which most updates are lost."""
+        is_lost = f"num_intended > 0 AND num_lost > {self.max_lost} * num_intended"
+        return (
+            f"SELECT {_SUMS} FROM (SELECT u.*, f.fine AS fine FROM updates u JOIN (SELECT module,"
+            f" max(CASE WHEN {is_lost} THEN -1 ELSE step END) AS fine FROM updates WHERE {_JUDGED} GROUP BY module) f"
+            f" ON u.module = f.module) t WHERE step > fine AND fine >= 0 AND {_JUDGED} GROUP BY module"
+        )
+
+    def _since(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding | None:
+        """Return the finding of a weight whose updates have been lost since a step, though its dtype holds them."""
+        typical = 2.0 ** (row["spacing_log2"] / row["num_intended"])
+        if row["num"] < self.min_steps or typical < 1:
+            return None
+        return self._judged(run, row, call_index, since=row["first"])
 
     def _left_out(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding:
         """Return the finding of a weight that never moves though it has a gradient."""
@@ -116,33 +143,36 @@ class UpdatesRoundedAway(Rule):
                        steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=0.0, threshold=self.min_moved,
                        message=message, cure=_LEFT_OUT, call_index=call_index)  # fmt: skip
 
-    def _judged(self, run: Run, row: Mapping[str, Any], call_index: int) -> Iterable[Finding]:
+    def _judged(self, run: Run, row: Mapping[str, Any], call_index: int, since: int | None = None) -> Finding | None:
+        """Return the finding of a weight whose updates are lost, in all of a run or, from ``since`` on, in the rest of it."""
         rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
         where = f"({row['optimizer']}{rate}, {row['dtype']} weights)"
         if row["num_intended"] and row["intended2"]:
             lost, value = row["num_lost"] / row["num_intended"], row["effect"] / row["intended2"]
-            if lost <= self.max_lost or value >= self.max_gain:
-                return
+            limit = self.max_gain if since is None else self.max_late_gain
+            if lost <= self.max_lost or value >= limit:
+                return None
             is_error = lost > self.error_lost and value < self.error_gain
-            threshold = self.error_gain if is_error else self.max_gain
+            threshold = self.error_gain if is_error else limit
             typical = 2.0 ** (row["spacing_log2"] / row["num_intended"])
             if row["dtype"] in _FINE and typical < 1:
-                return
+                return None
+            steps = f"{row['num']} sampled steps" + ("" if since is None else f" from step {since} on")
             message = (
                 f"{percent(lost)} of the updates of {row['module']} are rounded away: {percent(max(0.0, value))} of the intended"
-                f" update took effect in {row['num']} sampled steps {where}; a typical update is {typical:.2g} times the distance"
+                f" update took effect in {steps} {where}; a typical update is {typical:.2g} times the distance"
                 f" of two {row['dtype']} values"
             )
             message += "" if typical < 1 else ", so that something writes the weight back to a coarser grid"
         else:
             if row["moved"] is None or row["moved"] >= self.min_moved or row["dtype"] in _FINE:
-                return
+                return None
             is_error, value, threshold = False, row["moved"], self.min_moved
             message = (
                 f"the weight of {row['module']} hardly moves: an update changed at most {percent(value)} of the elements that"
                 f" have a gradient in {row['num']} sampled steps {where}"
             )
-        yield Finding(code=self.code, name=self.name, severity=Severity.ERROR if is_error else Severity.WARNING,
+        return Finding(code=self.code, name=self.name, severity=Severity.ERROR if is_error else Severity.WARNING,
                       module=row["module"], steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=value,
                       threshold=threshold, message=message, cure=self.cure, call_index=call_index)  # fmt: skip
 

@@ -32,7 +32,8 @@ class StaleTensorScale(ScaleRange):
 
     Thresholds
         - min_headroom 1.25: amax over what the scales hold. Rounding a scale to E4M3 makes it 1/17 too small at most, 1.0625;
-          numerics.md, 2.
+          numerics.md, 2. Under a Hadamard transform 1.5, as rounding to a subnormal scale can do (closed form): the amax there
+          is that before the transform, and does not tell which block lacks it.
         - margin_db 0.1: how far below the closed-form bound of its cast an operand with zero scales must lie (F128).
         - min_elements 256: elements. No published basis.
         - Asked for in TransformerEngine #2801.

@@ -27,7 +27,8 @@ class BlockScaleRange(ScaleRange):
         tensor_scale='tensor', or 'row', for this operand; or scales in E8M0 (MXFP4, MXFP8); else BF16 for this GEMM.
 
     Thresholds
-        - min_headroom 1.25: amax over what the scales hold; rounding alone gives 1.0625; numerics.md, 2.
+        - min_headroom 1.25: amax over what the scales hold; rounding alone gives 1.0625, and to a subnormal scale 1.5, which
+          counts under a Hadamard transform (F147); numerics.md, 2.
         - margin_db 0.1: how far below the closed-form bound of its cast an operand with zero scales must lie (F128).
         - min_elements 256: elements. No published basis.
     """

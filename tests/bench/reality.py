@@ -20,10 +20,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench.situations import OUTCOMES, SITUATIONS, Situation, fresh, known, later, latest, newest, outcome, recent
+from tests.bench.situations import OUTCOMES, SITUATIONS, Situation, fresh, known, later, latest, newest, outcome, recent, reported
 from tests.bench.situations.stack import diagnosis
 
-SETS = {"known": known, "fresh": fresh, "later": later, "latest": latest, "newest": newest, "recent": recent}
+SETS = {
+    "known": known,
+    "fresh": fresh,
+    "later": later,
+    "latest": latest,
+    "newest": newest,
+    "recent": recent,
+    "reported": reported,
+}
 
 
 def judged(one: Situation, *, verbose: bool = False) -> str:

@@ -235,6 +235,14 @@ def test_a_weight_on_a_coarse_grid_is_named(tmp_path: Path) -> None:
     assert "so that something writes the weight back to a coarser grid" in finding.message
 
 
+def test_a_weight_that_is_written_to_a_coarse_grid_from_a_step_on_is_named(tmp_path: Path) -> None:
+    model = net()
+    fp8debug.inject(model, "coarse_weight", module="blocks.1.down", step=AT)
+    (finding,) = judged(tmp_path / "run", model)
+    assert (finding.code, finding.module, finding.steps[0]) == ("F135", "blocks.1.down", AT), finding.message
+    assert f"sampled steps from step {AT} on" in finding.message
+
+
 def test_a_second_moment_that_underflows_is_named(tmp_path: Path) -> None:
     model = net()
     fp8debug.inject(model, "moment_underflow", module="blocks.1.down", step=AT)

@@ -124,6 +124,11 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             **NVFP4, "overrides": [Override(**INPUT, slots={"headroom": 8.0, "sqnr_db": 3.0, "num_saturated": share(0.3)})]
         },
         "tiny blocks whose scale is zero": {**NVFP4, "overrides": [Override(**INPUT, slots={"num_eps_blocks": 40})]},
+        "a scale rounded to a subnormal of E4M3, in one block of a transformed tensor": {
+            **NVFP4,
+            "overrides": [Override(**TRANSFORMED, slots={"headroom": 1.42, "scale_inv_max": lambda row: row["amax"] / 9,
+                                                         "num_saturated": share(0.04)})],
+        },
     },
     "F148": {
         "tiny blocks whose scale is zero": {

@@ -19,11 +19,16 @@ _MAX_SQL = (
     "CASE " + " ".join(f"WHEN cast_name LIKE '{f.name} %' THEN {f.max}" for f in FORMATS.values() if not f.scale_only) + " END"
 )
 #: Share of what the largest scale lacks that must be the largest value's own: 1, but that a Hadamard transform moves the amax.
-_OWN, _OWN_TRANSFORMED = 0.8, 0.6
+_OWN, _OWN_TRANSFORMED = 0.86, 0.6
+#: What rounding makes a scale too small by: to a normal value 17/16, to a subnormal one, below 1.5 of the smallest, 1.5. The
+#: largest scale of a tensor is normal; under a Hadamard transform ``amax`` does not tell whether it is the largest that lacks.
+_ROUNDED, _ROUNDED_SUBNORMAL = 17 / 16, 1.5
 #: SQL: the largest value lies as far beyond the largest scale as any value beyond its own: the scales end there, and no block
 #: has another's.
 ARE_CUT_OFF = (
-    f"({SCALES_ARE_ROUNDED} AND amax >= (CASE WHEN cast_name LIKE '% hadamard=%' THEN {_OWN_TRANSFORMED} ELSE {_OWN} END)"
+    f"({SCALES_ARE_ROUNDED}"
+    f" AND headroom > (CASE WHEN cast_name LIKE '% hadamard=%' THEN {_ROUNDED_SUBNORMAL} ELSE {_ROUNDED} END)"
+    f" AND amax >= (CASE WHEN cast_name LIKE '% hadamard=%' THEN {_OWN_TRANSFORMED} ELSE {_OWN} END)"
     f" * headroom * scale_inv_max * ({_MAX_SQL}))"
 )
 _COLUMNS = ("headroom", "overflow_rate", "sqnr_db", "eps_block_rate", "num_eps_blocks", "scale_inv_max", "amax")
