@@ -201,16 +201,20 @@ class ServedFolder:
             names, now = self.names(), time.monotonic()
             unread = [name for name in names if not self._is_read(name)]
             waiting = [n for n in names if now - begun.get(n, -REJUDGE_S) >= REJUDGE_S and not self._is_judged(n)]
-            live = [n for n in waiting if n not in unread and self._summaries[n][1].state == "writing"]
+            # One that has been read before: it grows again while it is read, and would be read again and never judged.
+            live = [n for n in waiting if n in self._summaries and self._summaries[n][1].state == "writing"]
             if live or (waiting and not unread):
                 chosen = (live or waiting)[0]
                 begun[chosen] = now
                 self._judge(chosen)
             elif unread:
                 for name in unread[:READ_AT_ONCE]:
+                    found = None
                     with suppress(UnknownNameError):  # it is gone
-                        self.summary(name)
+                        found = self.summary(name)
                     self._has_read.set()
+                    if found is not None and found.state == "writing" and name not in begun:
+                        break  # it is judged now
             else:
                 return
 

@@ -83,6 +83,34 @@ def test_a_live_run_is_judged_before_those_that_have_ended(folder: Path, monkeyp
     assert source.open("b").is_triaged, "what the list concluded is known to the run's pages"
 
 
+def test_a_live_run_that_grows_while_it_is_read_is_judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, summary, read = ServedFolder(folder), ServedFolder.summary, []
+    growing = next((folder / "a").glob("rank=*/manifest.json"))
+
+    def grown(self: ServedFolder, name: str) -> object:
+        found = summary(self, name)
+        if self is source:
+            read.append(name)
+            if name == "a" and len(read) < 40:  # as a training writes on
+                os.utime(growing, (time.time() - 50 + len(read),) * 2)
+        return found
+
+    order: list[tuple[str, int]] = []
+    judge = ServedFolder._judge
+
+    def noted(self: ServedFolder, name: str) -> None:
+        if self is source:
+            order.append((name, read.count("a")))
+        judge(self, name)
+
+    monkeypatch.setattr(ServedFolder, "summary", grown)
+    monkeypatch.setattr(ServedFolder, "_judge", noted)
+    source.judge_all(60)
+    assert order[0] == ("a", 1), "after it was read once"
+    known = source.known("a")
+    assert known is not None and known.verdict == "ok"
+
+
 def test_few_runs_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_OPEN", 2)
     source = ServedFolder(folder)
