@@ -98,6 +98,7 @@ def table(
     name: str = "table",
     total: int = 0,
     rest: str = "",
+    about: Sequence[str] = (),
 ) -> Component:
     """Return a small plain table.
 
@@ -108,6 +109,7 @@ def table(
         name: of its CSV file.
         total: rows that there are, where not all of them are shown.
         rest: where to find the others.
+        about: what the file is of beside the run, for its name: module, site, step.
     """
 
     def cells(tag: Callable[..., Component], row: Sequence[Child]) -> list[Component]:
@@ -117,7 +119,10 @@ def table(
     shown = html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table", tabIndex=0)
     if total > len(rows):
         shown = html.Div([shown, note(f"{len(rows):,} of {total:,} rows; {rest}.")])
-    return html.Div([shown, _save("CSV", f"save the table {name} as CSV", {"data-csv": name})], className="saved")
+    return html.Div(
+        [shown, _save("CSV", f"save the table {name} as CSV", {"data-csv": name, "data-about": " ".join(about)})],
+        className="saved",
+    )
 
 
 def grid(

@@ -630,11 +630,17 @@
   // What a file is of: the run, and what the page is about.
   const fileName = (...words) => words.filter(Boolean).join(" ").replace(/[^\w.+=-]+/g, "-").replace(/^[-.]+|[-.]+$/g, "").slice(0, 150);
   const runName = () => query().get("run") || (document.title.split(" · ").slice(-2)[0] || "");
+  // What a page's own controls choose, whether the address says it or it is the default.
+  const CHOICES = ["with", "site", "metric"];
+  const chosenWords = () => CHOICES.map((name) => {
+    const one = document.querySelector(`[id*='"control":"${name}"']`);
+    return one ? query().get(name) || JSON.parse(one.id.slice(0, one.id.lastIndexOf("}") + 1)).default : "";
+  });
   const saveGrid = (id) => {
     const api = window.dash_ag_grid.getApi(id);
     if (!api) return;
     api.exportDataAsCsv({
-      fileName: fileName(runName(), id) + ".csv",
+      fileName: fileName(runName(), id, query().get("of"), ...chosenWords()) + ".csv",
       columnKeys: api.getAllDisplayedColumns().filter((one) => one.getColDef().field),  // not the boxes to tick
       processCellCallback: (one) => String(one.value ?? "").replace(/^(?=[=+@\t\r]|-\D)/, "'"),
     });
@@ -699,10 +705,10 @@
     if (opener) opener.setAttribute("aria-expanded", String(isOpen));
     const button = event.target.closest && event.target.closest("button.save, [data-copy]");
     if (!button) return;
-    const { copy: text, png, svg, csv, csvGrid } = button.dataset;
+    const { copy: text, png, svg, csv, csvGrid, about } = button.dataset;
     if (text) copy(button, document.getElementById(text));
     else if (png || svg) savePicture(png || svg, png ? "png" : "svg");
-    else if (csv) save(tableCsv(button.parentElement.querySelector("table")), fileName(runName(), csv));
+    else if (csv) save(tableCsv(button.parentElement.querySelector("table")), fileName(runName(), csv, about));
     else if (csvGrid) saveGrid(csvGrid);
   });
 })();

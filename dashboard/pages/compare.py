@@ -187,7 +187,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         waiting = poster(f"The sites of {judged} are being compared with those of {runs.reference.name}.")
         return [*lines, waiting], figure, None, [], empty("not known yet", SITE_HEIGHT)
     places = {one.name: origin_of(one, found) for one, found in pairs}
-    lines += [line for one, found in pairs for line in _about(found, places[one.name])]
+    lines += [line for one, found in pairs for line in [*_about(found, places[one.name]), *_shorter(one, runs.reference)]]
     rows = _rows(pairs, places, view)
     return lines, figure, [_settings(found) for _, found in pairs], rows, _site(view, run_view, runs, pairs, places)
 
@@ -250,7 +250,11 @@ def _nothing(view: View, run_view: RunView, runs: Chosen) -> tuple[Any, ...]:
 def _about(found: Differences, origin: TriagedOrigin | None) -> list[Component]:
     is_lost = any(step is not None for step in found.loss["nonfinite_at"])
     loss_level = "error" if is_lost else "ok" if found.loss["diverges_at"] is None else "warning"
+    if not is_lost and not found.loss["steps"]:  # nothing was compared
+        loss_level = "unknown"
     site_level = "error" if found.origin is not None else "ok" if found.first is None else "warning"
+    if found.origin is None and not found.sites:
+        site_level = "unknown"
     reference, name = found.names
     lines: list[Component] = [
         html.P([badge(loss_level, "loss"), f" {reference} -> {name}, {found.loss_words}"]),
@@ -266,6 +270,14 @@ def _about(found: Differences, origin: TriagedOrigin | None) -> list[Component]:
             more = f" and {len(only) - 8} more: {REST}" if len(only) > 8 else ""
             lines.append(note(f"Only in {run}: {', '.join(only[:8])}{more}", kind="warning"))
     return lines
+
+
+def _shorter(judged: RunView, reference: RunView) -> list[Component]:
+    """Return a line that one of two runs ends before the other: its last steps say nothing about the other's."""
+    ends = [(one.run.steps_range[1], one.name) for one in (judged, reference)]
+    (last, short), (longest, long) = min(ends), max(ends)
+    words = f"{short} ends at step {last:,}, {long} at step {longest:,}: what comes after step {last:,} was not compared."
+    return [note(words, kind="warning")] if last < longest else []
 
 
 def _settings(found: Differences) -> Component:
@@ -292,11 +304,12 @@ def _diverging(found: Differences, origin: TriagedOrigin | None) -> list[SiteDif
 def _rows(
     pairs: Sequence[tuple[RunView, Differences]], places: Mapping[str, TriagedOrigin | None], view: View
 ) -> list[dict[str, Any]]:
-    return [
-        _row(site, view, one.name, places[one.name])
+    """Return the sites that diverge, run by run, after the first of each run: that of the last run is in sight too."""
+    of_runs = [
+        [_row(site, view, one.name, places[one.name]) for site in _diverging(found, places[one.name])[:MAX_SITES]]
         for one, found in pairs
-        for site in _diverging(found, places[one.name])[:MAX_SITES]
     ]
+    return [row for rows in of_runs for row in rows[:1]] + [row for rows in of_runs for row in rows[1:]]
 
 
 def _row(site: SiteDifference, view: View, run: str, origin: TriagedOrigin | None) -> dict[str, Any]:

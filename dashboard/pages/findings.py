@@ -96,7 +96,7 @@ def layout(view: View, run_view: RunView) -> Component:
             card(
                 "Findings",
                 html.Div(about, id="findings-about"),
-                grid("all-findings", COLUMNS, rows, "No finding so far", csv=False),
+                grid("all-findings", COLUMNS, rows, overview.none_yet(run_view), csv=False),
                 note=controls,
             ),
             html.Div(

@@ -234,7 +234,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         _head(view, run_view, module),
         about,
         nine,
-        _casts(run_view, rows, site, step),
+        _casts(run_view, rows, module, site, step),
         shaped(module_figures.scales(scale, headroom, step), view, run_view).about(*words, place, "scale_inv and headroom"),
         module_figures.histogram(hist, lost).about(*words, place, f"exponents at step {step}"),
         shaped(_history(view, run_view, module, site, step, lost), view, run_view).about(*words, place, "exponents over steps"),
@@ -436,7 +436,7 @@ def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -
     return html.Span(link, className=side)
 
 
-def _casts(run_view: RunView, rows: Sequence[dict[str, Any]], site: tuple[str, str], step: int) -> Component:
+def _casts(run_view: RunView, rows: Sequence[dict[str, Any]], module: str, site: tuple[str, str], step: int) -> Component:
     rows = queries.side_by_side(rows, site)
     if not rows:
         return note(f"Nothing was recorded at {site[0]} {site[1]} in step {step:,}.")
@@ -454,7 +454,13 @@ def _casts(run_view: RunView, rows: Sequence[dict[str, Any]], site: tuple[str, s
     return html.Div(
         [
             html.H3(f"casts side by side: {caption}"),
-            table(["Cast", "Role", *map(_head_of, columns)], body, tuple(numeric), name="casts"),
+            table(
+                ["Cast", "Role", *map(_head_of, columns)],
+                body,
+                tuple(numeric),
+                name="casts",
+                about=(module, *site, f"step {step}"),
+            ),
         ]
     )
 

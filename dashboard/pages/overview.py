@@ -106,7 +106,7 @@ def layout(view: View, run_view: RunView) -> Component:
             ),
             card(
                 "Findings",
-                grid("findings", COLUMNS, rows, "No finding so far"),
+                grid("findings", COLUMNS, rows, none_yet(run_view)),
                 note="culprit first; click a module to see its numbers",
             ),
             card("Timeline", html.Div(happened, id="timeline"), note="findings where they begin, and what else happened"),
@@ -181,6 +181,12 @@ def row(finding: Finding, run: str | None) -> dict[str, Any]:
         "message": finding.message,
         "others": ", ".join(others) or NO_DATA,
     }
+
+
+def none_yet(run_view: RunView) -> str:
+    """Return what a list of findings says that has none: of a run that goes on, or is being judged, there may be some later."""
+    is_over = run_view.is_triaged and source.state(run_view.run.path, run_view.run.rank_manifests) == "ended"
+    return "No finding" if is_over else "No finding so far"
 
 
 def module_href(finding: Finding, run: str | None, other: str | None = None) -> str:

@@ -32,7 +32,7 @@ _UNSORTED = {"sortable": False, "filter": False}
 _TICK: dict[str, Any] = {"colId": "tick", "headerName": "✓", "cellRenderer": "Tick", **_UNSORTED}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {**_TICK, "width": 34, "minWidth": 34, "maxWidth": 34, "resizable": False},
-    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 180, "tooltipField": "name"},
+    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 230, "tooltipField": "name"},
     {
         "field": "severity",
         "headerName": "Verdict",
@@ -41,11 +41,11 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "width": 110,
         "minWidth": 104,
     },
-    {"field": "finding", "headerName": "First finding", "width": 300, "tooltipField": "finding"},
-    {"field": "recipe", "headerName": "Recipe", "width": 170, "minWidth": 134, "tooltipField": "recipe"},
-    {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 90},
-    {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 90},
-    {"field": "ranks", "headerName": "Ranks", "type": "rightAligned", "width": 76},
+    {"field": "finding", "headerName": "First finding", "width": 270, "tooltipField": "finding"},
+    {"field": "recipe", "headerName": "Recipe", "width": 140, "minWidth": 128, "tooltipField": "recipe"},
+    {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 84},
+    {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 80},
+    {"field": "ranks", "headerName": "Ranks", "type": "rightAligned", "width": 64},
     {
         "field": "loss",
         "headerName": "Last loss",

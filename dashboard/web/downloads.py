@@ -38,10 +38,11 @@ def hand_out_files(app: dash.Dash, source: ServedFolder) -> None:
     def export(json_clicks: int | None, csv_clicks: int | None, pathname: str | None, search: str | None) -> dict[str, Any]:
         if not (json_clicks or csv_clicks):
             raise PreventUpdate
-        found = source.open(parse(pathname, search).run).judge().findings
+        run_view = source.open(parse(pathname, search).run)
+        found = run_view.judge().findings
         is_json = dash.ctx.triggered_id == "findings-json"
         return {
             "content": found.to_json() if is_json else found.to_csv(),
-            "filename": f"findings.{'json' if is_json else 'csv'}",
+            "filename": f"{run_view.name}-findings.{'json' if is_json else 'csv'}",
             "type": "application/json" if is_json else "text/csv",
         }

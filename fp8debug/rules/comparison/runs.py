@@ -69,7 +69,7 @@ class Differences:
     def site_words(self) -> str:
         """One line about the sites."""
         if not self.sites:
-            return "none was sampled at a common step in both runs" + self._origin_words
+            return "none compared: no site was sampled in both runs at a common step" + self._origin_words
         num = sum(site.diverges_at is not None for site in self.sites)
         same = sum(site.differs_at is None for site in self.sites)
         equal = f"{same} have the same tensors to the last digits{self._origin_words}"

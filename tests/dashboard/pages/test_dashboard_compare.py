@@ -77,3 +77,36 @@ def test_what_cannot_be_compared_is_named(source: ServedFolder) -> None:
     assert runs.problems == ("8 runs are compared at a time; left out: ok7, sick.",)
     about, *_ = compare.parts(view("good", "nope"), run_view)
     assert "No run 'nope' in this folder." in text(about)
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> ServedFolder:
+    """A reference, a shorter run, one that is lost to NaN, one of another model, and one without losses."""
+    root, modules = tmp_path_factory.mktemp("unlike"), samples.gpt_modules(2)
+    samples.write_healthy(root / "good", num_steps=120, every=10)
+    samples.write_healthy(root / "short", num_steps=40, every=10)
+    samples.write_nan(root / "nan", num_steps=120)
+    samples.write_healthy(root / "other", num_steps=120, every=10, modules=[(f"other.{name}", k, n) for name, k, n in modules])
+    samples.write_healthy(root / "no-loss", num_steps=120, every=10, steps={step: {"loss": None} for step in range(120)})
+    return ServedFolder(root)
+
+
+def test_what_was_not_compared_is_not_called_healthy(unlike: ServedFolder) -> None:
+    run_view, shown = unlike.open("good"), view("good", "short", "nan", "other", "no-loss", reference="good")
+    compare.settle(shown, run_view)
+    about, _, _, rows, _ = compare.parts(shown, run_view)
+    said = [text(line) for line in about]
+    (other,) = [line for line in said if "good -> other, none compared: no site" in line]
+    (lost,) = [line for line in said if "good -> no-loss, " in line and "sites" not in line]
+    assert other[0] == lost[0] == "?"
+    words = "short ends at step 39, good at step 119: what comes after step 39 was not compared."
+    assert any(words in line for line in said) and sum("was not compared" in line for line in said) == 1
+    assert rows[0]["run"] == "nan"
+
+
+def test_the_first_divergence_of_each_run_comes_before_the_others(source: ServedFolder) -> None:
+    run_view, shown = source.open("sick"), view("sick", "good", "ok0", reference="ok0")
+    compare.settle(shown, run_view)
+    rows = compare.parts(shown, run_view)[3]
+    firsts = list(dict.fromkeys(row["run"] for row in rows))
+    assert [row["run"] for row in rows[: len(firsts)]] == firsts

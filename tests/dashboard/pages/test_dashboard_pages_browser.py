@@ -30,6 +30,31 @@ def saved(page: Page, selector: str) -> str:
     return str(Path(waiting.value.path()).read_text(errors="replace"))
 
 
+def name_of_saved(page: Page, selector: str) -> str:
+    """Click what saves a file and return the file's name."""
+    with page.expect_download() as waiting:
+        page.locator(selector).click()
+    return str(waiting.value.suggested_filename)
+
+
+def test_a_csv_file_is_named_after_what_it_holds(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/module?run=sick&module={samples.SICK}&site=dgrad.weight&step=300")
+    assert name_of_saved(clean_page, "[data-csv=casts]") == "sick-casts-blocks.3.mlp.gate-dgrad-weight-step-300.csv"
+    go(clean_page, f"{site}/ranks?run=ranks")
+    expect(clean_page.locator("#rank-sites .ag-row").first).to_be_attached()
+    default = name_of_saved(clean_page, "[data-csv-grid=rank-sites]")
+    assert re.fullmatch(r"ranks-rank-sites-\w+\.csv", default), "the metric, which the address leaves out"
+    go(clean_page, f"{site}/ranks?run=ranks&metric=amax&site=fprop.weight&of=blocks.1.mlp.up")
+    expect(clean_page.locator("#rank-sites .ag-row").first).to_be_attached()
+    assert name_of_saved(clean_page, "[data-csv-grid=rank-sites]") == "ranks-rank-sites-blocks.1.mlp.up-fprop.weight-amax.csv"
+    go(clean_page, f"{site}/compare?run=sick&with=healthy")
+    expect(clean_page.locator("#compare-sites .ag-row").first).to_be_attached()
+    assert name_of_saved(clean_page, "[data-csv-grid=compare-sites]").startswith("sick-compare-sites-healthy-")
+    go(clean_page, f"{site}/findings?run=sick")
+    expect(clean_page.locator("#all-findings .ag-row").first).to_be_attached()
+    assert name_of_saved(clean_page, "#findings-csv") == "sick-findings.csv"
+
+
 def test_the_ranks_page_names_the_rank_that_lies_apart(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/ranks?run=ranks")
     expect(clean_page.locator("#ranks-about")).to_contain_text(f"Rank {samples.SICK_RANK} lies farthest from the median")

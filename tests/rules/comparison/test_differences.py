@@ -84,7 +84,7 @@ def test_no_common_step_and_a_choice_of_steps_and_modules(healthy: Run, tmp_path
     assert {site.module for site in some.sites} == {"blocks.1.mlp.up", "blocks.1.mlp.down"}
     odd = Override(actual=None, slots={"step": lambda row: row["step"] + 1})
     none = diff_runs(healthy, build(tmp_path / "odd", overrides=[odd]))
-    assert none.site_words == "none was sampled at a common step in both runs"
+    assert none.site_words == "none compared: no site was sampled in both runs at a common step"
     with pytest.raises(NoMatchError, match=r"module 'blocks\.2\.\*' matches nothing"):
         diff_runs(healthy, healthy, module="blocks.2.*")
 
