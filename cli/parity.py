@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import click
 
+from fp8debug.errors import UsageError
 from fp8debug.escaping import one_line
 from fp8debug.parity import ParityReport, compare_paths
 from fp8debug.parity.rules import PathFinding
@@ -42,6 +44,10 @@ def command(
     inference engines; plain safetensors by module and two recorded runs do as well (docs/parity.md). Exit code 0: nothing at or
     above --fail-on; 1: a finding is; 2: usage; 3: a dump cannot be read, or the two have nothing in common.
     """
+    if Path(train).resolve() == Path(rollout).resolve():
+        raise UsageError(
+            f"{train} was given twice: a path does not differ from itself; give the training's dump and the rollout's"
+        )
     with progress("comparing") as show:
         report = compare_paths(train, rollout, repeat, names=table, progress=show)
     write_report(report, form, output, partial(_print, report, wants_modules=wants_modules), _documents(report))
@@ -59,7 +65,7 @@ def _print(report: ParityReport, *, wants_modules: bool) -> None:
     echo(f"{one_line(report.train)} and {one_line(report.rollout)}: {counted(report)}")
     echo(one_line(report.summary))
     for problem in report.problems:
-        echo(f"not read: {problem}")
+        echo(f"note: {problem}")
     if report:
         echo()
         print_table(

@@ -92,6 +92,9 @@ def compare_paths(
         problems = [] if repeat is None else ["a repetition of a run is not read: statistics of the same tokens have no noise"]
         return ParityReport(_joined(single, measures), train=str(train), rollout=str(rollout), repeat=None, modules=measures,
                             metrics={}, unmatched=left, problems=problems)  # fmt: skip
+    if is_run(train) or is_run(rollout):
+        run, other = (train, rollout) if is_run(train) else (rollout, train)
+        raise RunError(f"{run} is a recorded run and {other} is none: give two runs, or two dumps (record_path() writes one)")
     ours, theirs = open_dump(train), open_dump(rollout)
     again = None if repeat is None else open_dump(repeat)
     problems = [
@@ -107,7 +110,7 @@ def compare_paths(
         base = ours if is_ours else theirs
         floor, _ = _measured(base, again, table, None, problems)
         noise = {m.module if is_ours else _ours_of(m.module, found): m for m in floor}
-    problems += _few_tokens(ours, theirs)
+    problems += [*_few_modules(ours, theirs, found), *_few_tokens(ours, theirs)]
     metrics = metrics_of(ours, theirs, problems)
     findings = [_located(finding, ours, theirs, found, problems) for finding in judge(found, noise)]
     findings = judge_logits(findings, ours, theirs, found, _KERNEL, problems)
@@ -146,6 +149,14 @@ def _of_metric(error: float, num_tokens: int, found: Sequence[Measures]) -> Path
     cure = "use batch-invariant kernels and one attention backend in both paths; --repeat measures the noise of one path"
     text += f", which grows to {head.input:.2g} of the square of the head's input"
     return _DIFFER.found(text, value=error, threshold=_DIFFER.max_error, severity=Severity.INFO, cure=cure)
+
+
+def _few_modules(ours: PathDump, theirs: PathDump, found: Sequence[Measures]) -> list[str]:
+    """Return a line where the paths share less than half of the modules of the one that has fewer."""
+    fewer = min(len(ours.modules), len(theirs.modules))
+    if len(found) >= fewer / 2:
+        return []
+    return [f"only {len(found)} of {fewer} modules have one name in both: another model, or map names with --names TABLE"]
 
 
 def _few_tokens(ours: PathDump, theirs: PathDump) -> list[str]:
@@ -388,8 +399,8 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
 
 def _of_layer(finding: PathFinding, m: Measures) -> PathFinding:
     """Return the finding of a layer that one path alone runs, where it explains a difference that has no cause of its own."""
-    if not m.skipped or finding.code != _KERNEL.code or finding.value is None:
-        return finding
+    if len({path for path, _ in m.skipped}) != 1 or finding.code != _KERNEL.code or finding.value is None:
+        return finding  # layers of both paths alone have other names
     path, layer = m.skipped[0]
     more = f" and {len(m.skipped) - 1} more layers" if len(m.skipped) > 1 else ""
     text = f"{layer}{more}: run in the {path} alone, and {m.module} behind differs by {finding.value:.2g}"

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8debug
-from fp8debug.errors import RunError
+from fp8debug.errors import RunError, UsageError
 from fp8debug.parity import ParityReport, compare_paths, record_path
 from fp8debug.parity.dump import execution
+from fp8debug_cli.main import cli
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torchao, which it imports
@@ -376,3 +378,20 @@ def test_names_are_sorted_as_they_run(stack: str) -> None:
     mixed = list(names)
     Random(0).shuffle(mixed)
     assert sorted(mixed, key=execution) == names
+
+
+def test_another_model_is_not_a_layer_of_one_path(tmp_path: Path) -> None:
+    report = compared(model_of(), _activation("gelu", torch.bfloat16), tmp_path)
+    assert [(f.code, f.module) for f in report] == [("F301", "lm_head")]
+    (problem,) = report.problems
+    assert problem.startswith("only 1 of ") and "another model, or map names with --names TABLE" in problem
+
+
+def test_one_path_given_twice_and_a_run_beside_a_dump_are_mistakes(tmp_path: Path) -> None:
+    record_path(model_of(), {"input_ids": tokens()}, tmp_path / "dump")
+    twice = CliRunner().invoke(cli, ["parity", str(tmp_path / "dump"), f"{tmp_path / 'dump'}/"])
+    assert isinstance(twice.exception, UsageError) and "was given twice" in str(twice.exception)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text("{}")
+    with pytest.raises(RunError, match=r"is a recorded run and .* is none"):
+        compare_paths(tmp_path / "run", tmp_path / "dump")
