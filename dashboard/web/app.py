@@ -154,7 +154,13 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
                 ],
                 className="top",
             ),
-            dcc.Loading(html.Main(page, id="page"), delay_show=400, overlay_style={"visibility": "visible"}, type="dot"),
+            dcc.Loading(
+                html.Main(page, id="page"),
+                delay_show=400,
+                overlay_style={"visibility": "visible"},
+                type="dot",
+                target_components={"page": "children"},  # another page, not the parts of a live one that are drawn anew
+            ),
         ],
         defaultColorScheme="auto",
         theme={"primaryColor": "blue", "fontSizes": {"xs": "12px"}, "defaultRadius": "3px"},
@@ -275,7 +281,7 @@ def _settle(app: dash.Dash, source: ServedFolder) -> None:
 
         view = parse(asked["pathname"], asked["search"])
         if screens.is_list(view, source):
-            if not source.judge_all(runs.WAIT_S):
+            if not source.judge_all(runs.WAIT_S, until_new=True):
                 raise PreventUpdate
             dash.set_props("settled", {"data": source.stamp(None)})
             return

@@ -56,7 +56,7 @@ class ServedFolder:
         self._opened: dict[str, RunView] = {}
         self._lock = threading.Lock()
         self._working: threading.Thread | None = None
-        self._has_read = threading.Event()
+        self._has_read, self._has_judged = threading.Event(), threading.Event()
         self._verdicts: dict[str, Verdicts] = {}
         self._summaries: dict[str, tuple[str, Summary]] = {}
         self._failed: dict[str, str] = {}
@@ -150,8 +150,12 @@ class ServedFolder:
         found = self._verdicts.get(name)
         return None if found is None else found.latest
 
-    def judge_all(self, wait_s: float) -> bool:
+    def judge_all(self, wait_s: float, until_new: bool = False) -> bool:
         """Read and judge all runs one after another in the background, newest first; wait a moment for it.
+
+        Args:
+            wait_s: how long, at most.
+            until_new: wait no longer than until one more is judged: who looks is told at once of the run that is judged first.
 
         Returns:
             False where all was known already.
@@ -159,9 +163,14 @@ class ServedFolder:
         names = self.names()
         if all(self._is_judged(name) and self._is_read(name) for name in names):
             return False
+        self._has_judged.clear()
         self._begin()
-        if self._working is not None:
-            self._working.join(wait_s)
+        end, working = time.monotonic() + wait_s, self._working
+        while working is not None and working.is_alive() and (left := end - time.monotonic()) > 0:
+            if until_new and self._has_judged.wait(min(left, 0.2)):
+                break
+            if not until_new:
+                working.join(left)
         return True
 
     def read_all(self, wait_s: float) -> None:
@@ -194,28 +203,32 @@ class ServedFolder:
     def _work(self) -> None:
         """Read all runs, then judge them, newest first; those that are being written are judged as soon as they are read.
 
-        A run that grows meanwhile is judged every ``REJUDGE_S`` seconds, so that the others have their turns.
+        A run that grows meanwhile is judged every ``REJUDGE_S`` seconds at most, and each has its turn: a live run, some that
+        are to be read, and one that has ended.
         """
         begun: dict[str, float] = {}
         while True:
             names, now = self.names(), time.monotonic()
-            unread = [name for name in names if not self._is_read(name)]
             waiting = [n for n in names if now - begun.get(n, -REJUDGE_S) >= REJUDGE_S and not self._is_judged(n)]
             # One that has been read before: it grows again while it is read, and would be read again and never judged.
             live = [n for n in waiting if n in self._summaries and self._summaries[n][1].state == "writing"]
-            if live or (waiting and not unread):
-                chosen = (live or waiting)[0]
-                begun[chosen] = now
-                self._judge(chosen)
-            elif unread:
-                for name in unread[:READ_AT_ONCE]:
-                    found = None
-                    with suppress(UnknownNameError):  # it is gone
-                        found = self.summary(name)
-                    self._has_read.set()
-                    if found is not None and found.state == "writing" and name not in begun:
-                        break  # it is judged now
-            else:
+            if live:
+                self._judge(live[0])
+                begun[live[0]] = time.monotonic()
+            unread = [name for name in names if not self._is_read(name)]
+            for name in unread[:READ_AT_ONCE]:
+                is_new, found = name not in self._summaries, None
+                with suppress(UnknownNameError):  # it is gone
+                    found = self.summary(name)
+                self._has_read.set()
+                if is_new and found is not None and found.state == "writing":
+                    break  # it is judged now
+            is_read = all(name in self._summaries for name in names)
+            ended = [n for n in waiting if n not in live and self._summaries[n][1].state != "writing"] if is_read else []
+            if ended:
+                self._judge(ended[0])
+                begun[ended[0]] = time.monotonic()
+            if not (live or unread or ended):
                 return
 
     def _judge(self, name: str) -> None:
@@ -227,6 +240,7 @@ class ServedFolder:
             run_view.judge()
         except (Fp8DebugError, OSError):
             self._failed[name] = stamp
+        self._has_judged.set()
 
     def stamp(self, name: str | None) -> str:
         """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""

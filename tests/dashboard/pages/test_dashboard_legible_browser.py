@@ -329,7 +329,7 @@ def test_a_table_that_stops_says_so() -> None:
 
 def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
     class Found:
-        loss: dict[str, Any] = {"diverges_at": 3, "nonfinite_at": [None, None]}  # noqa: RUF012  # a stand-in
+        loss: dict[str, Any] = {"steps": (0, 9), "diverges_at": 3, "nonfinite_at": [None, None]}  # noqa: RUF012  # a stand-in
         first = origin = None
         names = ("a", "b")
         only: tuple[list[str], list[str]] = ([], [])

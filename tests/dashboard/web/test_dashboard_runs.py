@@ -111,6 +111,40 @@ def test_a_live_run_that_grows_while_it_is_read_is_judged(folder: Path, monkeypa
     assert known is not None and known.verdict == "ok"
 
 
+def test_who_waits_is_told_of_the_first_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, gate, judge = ServedFolder(folder), threading.Event(), ServedFolder._judge
+
+    def slow(self: ServedFolder, name: str) -> None:
+        if self is source and name != "a":
+            gate.wait(60)
+        judge(self, name)
+
+    monkeypatch.setattr(ServedFolder, "_judge", slow)
+    begun = time.monotonic()
+    assert source.judge_all(50, until_new=True) and time.monotonic() - begun < 40
+    found = {row["name"]: row["severity"] for row in runs.parts(source)}
+    assert found == {"a": "ok", "b": "unknown", "c": "unknown", "d": "unknown"}
+    gate.set()
+    source.judge_all(60)
+
+
+def test_live_runs_leave_the_others_their_turns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, judge, order = ServedFolder(folder), ServedFolder._judge, []
+    growing = next((folder / "a").glob("rank=*/manifest.json"))
+    monkeypatch.setattr(sources, "REJUDGE_S", 0.0)  # as where judging takes longer
+
+    def grown(self: ServedFolder, name: str) -> None:
+        judge(self, name)
+        if self is source:
+            order.append(name)
+            if len(order) < 12:
+                os.utime(growing, (time.time() - 50 + len(order),) * 2)
+
+    monkeypatch.setattr(ServedFolder, "_judge", grown)
+    source.judge_all(60)
+    assert order[:6] == ["a", "d", "a", "c", "a", "b"]
+
+
 def test_few_runs_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_OPEN", 2)
     source = ServedFolder(folder)

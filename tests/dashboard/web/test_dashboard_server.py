@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dash import dcc
 from flask.testing import FlaskClient
 from werkzeug.serving import make_server
 
@@ -25,7 +26,7 @@ from fp8debug_dashboard import make_app, serve
 from fp8debug_dashboard.figures.theme import NO_DATA
 from fp8debug_dashboard.pages import runs
 from fp8debug_dashboard.web import plot_library, screens, server, start
-from fp8debug_dashboard.web.app import EARLY
+from fp8debug_dashboard.web.app import EARLY, _shell
 from fp8debug_dashboard.web.mantine import dmc
 from fp8debug_dashboard.web.screens import PAGES, is_pending, settled
 from fp8debug_dashboard.web.source import ServedFolder
@@ -362,3 +363,8 @@ def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:
         " data.heat(run, 'sqnr_db'); assert 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "healthy")], check=True)
+
+
+def test_dots_show_that_another_page_comes_and_not_that_a_live_one_is_drawn_anew() -> None:
+    dots = [part for part in _shell()._traverse() if isinstance(part, dcc.Loading)]
+    assert [part.target_components for part in dots] == [{"page": "children"}]
