@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS
+from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db, tensor_floor_db
 from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, scaled_elsewhere, times, traces
 
@@ -36,6 +37,7 @@ _OF_ELEMENTS = f"{_NEAREST} AND NOT {SCALES_ARE_ROUNDED} AND coalesce(num_satura
 _COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
     *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max", "max_abs_err", "num_tensors"),
+    *("log2_hist", "amax", "sum_x2"),
 )
 
 
@@ -76,6 +78,8 @@ class OperandDiffers(Rule):
     Thresholds
         - margin_db 0.1: how far below the closed-form bound of the cast an operand must lie; FP32 rounding of the sums is
           1e-6 dB. The bound follows from the format's mantissa bits; numerics.md, 4.
+          In formats of less than 8 bits, whose blocks of 16x16 elements that bound leaves at 3 dB, it follows from the
+          histogram of magnitudes and the largest scale (every element the largest of its bin).
         - max_element_error 1.1: of element-differs, in that half distance; 1 in closed form, with room for a kernel that casts
           from more bits than BF16 keeps (2^-9 of a value is 0.06 of it).
         - max_headroom 1.002: of element-differs, amax over what its block's scale holds, below which nothing clips: 1 by
@@ -164,10 +168,12 @@ class OperandDiffers(Rule):
                 continue
             is_current = cast.scaling == "current"
             floor = cast_floor_db(cast) - self.margin_db if is_current else min(self.delayed_sqnr_db, cast_floor_db(cast))
-            trace = whole.where(lambda row, floor=floor: row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
+            is_coarse = is_current and FORMATS[cast.format].bits < 8
+            floor_of = lambda row, cast=cast, least=floor, tight=is_coarse: self._floor_of(cast, row, least) if tight else least  # noqa: E731
+            trace = whole.where(lambda row, floor_of=floor_of: row["sqnr_db"] < floor_of(row))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
-                finding = self._finding(trace, floor, is_current)
+                finding = self._finding(trace, floor_of(trace.least("sqnr_db")), is_current)
                 yield _below_floor(finding, trace) if self._is_below_amax_floor(trace) else finding
         told = {(trace.module, trace.gemm, trace.tensor) for trace in found}
         for whole in traces(run, self._elements):
@@ -175,6 +181,13 @@ class OperandDiffers(Rule):
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
                 yield self._of_elements(trace)
         yield from self._without_errors(run)
+
+    def _floor_of(self, cast: Cast, row: dict[str, Any], least: float) -> float:
+        """Return the lowest SQNR of a correct cast of less than 8 bits: of any tensor, or of one with these magnitudes."""
+        known = (row["amax"], row["scale_inv_max"], row["sum_x2"])
+        if None in known:
+            return least
+        return max(least, tensor_floor_db(cast, row["log2_hist"], *known) - self.margin_db)
 
     def _without_errors(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose error was not recorded, by their underflow and their scale."""

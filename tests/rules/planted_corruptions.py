@@ -304,3 +304,96 @@ def rows_of_a_result_swapped(path: Path) -> None:
     vars(library())["fp8_gemm_nt"] = kernel
     _short(model, path)
     library()
+
+
+def _scales(recipe: str, change: Callable[[Tensor], Tensor], key: tuple[str, str], path: Path) -> None:
+    """Train with the scale_inv of one operand changed after its cast."""
+    from fp8debug.faults.base import Clock, Target, distort
+    from fp8debug.faults.base import quantized as known
+    from fp8debug.types import Gemm, Quantized, TensorRole
+
+    model = Model(nn.Linear)
+    fp8debug.convert(model, recipe, {"head": None})
+
+    def corrupt(x: Tensor, cast: Any, ordinary: Any, options: dict[str, Any]) -> Any:
+        q, cast = known(ordinary(x, cast))
+        return Quantized(q.data, change(q.scale_inv)), cast
+
+    target = Target(model, model.get_submodule(DOWN), DOWN, 0, {}, Clock(model))
+    distort(target, corrupt, (Gemm(key[0]), TensorRole(key[1])))
+    _short(model, path)
+
+
+@_corruption(("fprop", "weight"), codes=("F128", "F121"), words=("permuted", "places", "other"))
+def rows_reversed_rowwise(path: Path) -> None:
+    _native("rowwise", lambda data: data.view(torch.uint8).flip(0).view(data.dtype), ("fprop", "weight"), path)
+
+
+@_corruption(("dgrad", "grad_output"), codes=("F128",), words=("sign",))
+def every_other_sign_flipped_delayed(path: Path) -> None:
+    def change(data: Tensor) -> Tensor:
+        codes = data.view(torch.uint8).clone()
+        codes[:, ::2] ^= 0x80
+        return codes.view(data.dtype)
+
+    _native("tensorwise_delayed", change, ("dgrad", "grad_output"), path)
+
+
+@_corruption(("wgrad", "grad_output"), codes=("F128", "F133"), words=("zero", "never written", "masked"))
+def a_quarter_of_the_blocks_unwritten_mxfp8(path: Path) -> None:
+    def change(data: Tensor) -> Tensor:
+        codes = data.view(torch.uint8).clone()
+        codes[64:160] = 0
+        return codes.view(data.dtype)
+
+    _native("mxfp8", change, ("wgrad", "grad_output"), path)
+
+
+@_corruption(("fprop", "input"), codes=("F113", "F128", "F119"), words=("scale", "factor", "block"))
+def exponents_off_by_one_in_half_the_blocks_mxfp8(path: Path) -> None:
+    def change(scales: Tensor) -> Tensor:
+        changed = scales.clone()
+        changed[:, ::2] *= 2
+        return changed
+
+    _scales("mxfp8", change, ("fprop", "input"), path)
+
+
+@_corruption(("dgrad", "grad_output"), codes=("F113", "F128", "F119"), words=("scale", "factor"))
+def one_scale_for_all_rows_rowwise(path: Path) -> None:
+    _scales("rowwise", lambda scales: scales.mean().expand_as(scales).clone(), ("dgrad", "grad_output"), path)
+
+
+@_corruption(("fprop", "weight"), codes=("F128", "F121", "F112"), words=("older", "version", "as it is now", "noise"))
+def weight_of_the_first_step_delayed(path: Path) -> None:
+    kept: list[Tensor] = []
+
+    def change(data: Tensor) -> Tensor:
+        kept.append(data.clone())
+        return kept[0]
+
+    _native("tensorwise_delayed", change, ("fprop", "weight"), path)
+
+
+@_corruption(("fprop", "input"), codes=("F128", "F119"), words=("places", "permuted", "order"))
+def nibbles_exchanged_nvfp4(path: Path) -> None:
+    def change(data: Tensor) -> Tensor:
+        codes = data.view(torch.uint8).reshape(len(data), -1, 2)
+        return codes.flip(2).reshape(data.shape).view(data.dtype)
+
+    _native("nvfp4", change, ("fprop", "input"), path)
+
+
+@_corruption(("fprop", "weight"), codes=("F128", "F118"), words=("sign", "zero", "one factor"))
+def negative_values_lost_nvfp4(path: Path) -> None:
+    _native("nvfp4", lambda data: data.float().clamp(min=0).to(data.dtype), ("fprop", "weight"), path)
+
+
+@_corruption(("dgrad", "grad_output"), codes=("F113", "F128", "F119", "F147"), words=("scale", "factor"))
+def tensor_scale_applied_twice_nvfp4(path: Path) -> None:
+    _scales("nvfp4", lambda scales: scales * scales.max() / 448, ("dgrad", "grad_output"), path)
+
+
+@_corruption(("wgrad", "input"), codes=("F128",), words=("noise", "element", "rounds", "wrong"))
+def last_bit_of_the_mantissa_lost_rowwise(path: Path) -> None:
+    _native("rowwise", lambda data: (data.view(torch.uint8) & 0xFE).view(data.dtype), ("wgrad", "input"), path)

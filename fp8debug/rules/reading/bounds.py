@@ -61,13 +61,56 @@ def cast_floor_db(cast: Cast) -> float:
     rows, columns = GRANULARITIES[cast.granularity]
     others = rows * columns - 1 if rows and columns else _ELEMENTS
     smallest = _SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
-    step = 2.0**-fmt.mantissa_bits
+    lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
+    return -10 * math.log10(_relative_error(cast) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - _chance_db(cast)
+
+
+def _relative_error(cast: Cast) -> float:
+    """Return what a normal value changes by, at most or, rounded at random, in the root mean square."""
+    fmt, step = FORMATS[cast.format], 2.0 ** -FORMATS[cast.format].mantissa_bits
     rounding = step / (2 * math.sqrt(1 + step)) if cast.rounding == "stochastic" else fmt.max_relative_error
     largest = 2.0 ** (fmt.emax + 1) * (1 - step / 4 if cast.scale_rounding == "pow2_even" else 1)
     clipping = 1 - fmt.max / largest if cast.scale_rounding in ("pow2_floor", "pow2_even") else 0.0
-    lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
-    chance = 1.0 if cast.rounding == "stochastic" else 0.0
-    return -10 * math.log10(max(rounding, clipping) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance
+    return max(rounding, clipping)
+
+
+def _chance_db(cast: Cast) -> float:
+    return 1.0 if cast.rounding == "stochastic" else 0.0
+
+
+def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, scale_inv: float, energy: float) -> float:
+    """Return the lowest SQNR, in dB, that a correct cast can give the tensor of these magnitudes.
+
+    Each element counts as the largest of its bin, x. A normal value changes by at most its relative error r x, one in the
+    subnormals by half the smallest value under the largest scale, s / 2, and rounding to nearest changes none by more than x:
+
+        sum of min(x^2, max((r x)^2, (s / 2)^2))    at random: max((r x)^2, min(s x, (s / 2)^2))
+
+    That is far above :func:`cast_floor_db` where a block has many elements of few bits, which bounds every tensor. A Hadamard
+    transform makes other magnitudes, and E4M3 block scales with none over them may be subnormal, so that they clip more: there,
+    and without a histogram, it is -inf.
+
+    Args:
+        cast: the running cast.
+        histogram: elements by floor(log2(abs x)).
+        amax: the largest magnitude.
+        scale_inv: the largest.
+        energy: sum of the squares.
+    """
+    stored = SCALE_FORMATS[cast.scale_format]
+    may_clip = stored is not None and not stored.scale_only and cast.tensor_scale == "none"
+    if histogram is None or cast.hadamard or may_clip or not energy or not math.isfinite(scale_inv):
+        return -math.inf
+    relative, smallest = _relative_error(cast), FORMATS[cast.format].min_subnormal * scale_inv
+    lost = 0.0
+    for place, count in enumerate(histogram):
+        x = min(2.0 ** (FIRST_LOG2 + place + 1), amax)
+        spread = max((relative * x) ** 2, (smallest / 2) ** 2)
+        if cast.rounding == "stochastic":
+            lost += count * max((relative * x) ** 2, min(smallest * x, (smallest / 2) ** 2))
+        else:
+            lost += count * min(x * x, spread)
+    return -10 * math.log10(lost / energy) - _chance_db(cast) if lost else -math.inf
 
 
 def one_scale_db(fmt: Format, histogram: Sequence[int], amax: float) -> float:

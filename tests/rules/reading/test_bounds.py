@@ -1,0 +1,60 @@
+"""Closed-form bounds hold for tensors of every kind, and tell a wrong operand where blocks of few bits bound little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8debug
+from fp8debug.formats import FORMATS
+from fp8debug.recipes import RECIPES, Cast
+from fp8debug.rules.reading.bounds import cast_floor_db, tensor_floor_db
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "normal": lambda: torch.randn(96, 128),
+    "uniform": lambda: torch.rand(96, 128) - 0.5,
+    "outliers": lambda: torch.randn(96, 128) * torch.randn(96, 128).exp2() ** 4,
+    "tiny rows": lambda: torch.randn(96, 128) * torch.logspace(-6, 0, 96)[:, None],
+    "all but flushed": lambda: torch.where(torch.rand(96, 128) < 1 / 64, 6.0, 0.24),
+    "zero blocks": lambda: torch.randn(96, 128) * (torch.arange(128) < 64),
+}
+
+
+def _casts() -> Iterator[Cast]:
+    names = ("nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp8", "blockwise", "rowwise")
+    found = {cast for name in names for cast in dict(RECIPES.get(name).casts).values() if cast is not None}
+    return iter(sorted((cast for cast in found if cast.scaling == "current"), key=str))
+
+
+@pytest.mark.parametrize("cast", list(_casts()), ids=str)
+@pytest.mark.parametrize("name", TENSORS)
+def test_no_correct_cast_lies_below_its_bounds(name: str, cast: Cast) -> None:
+    torch.manual_seed(0)
+    found = fp8debug.measure(TENSORS[name](), cast)
+    sqnr = found["sqnr_db"]
+    assert isinstance(sqnr, float)
+    assert sqnr >= cast_floor_db(cast)
+    assert sqnr >= _floor(cast, found)
+
+
+def test_the_magnitudes_of_a_tensor_bound_a_square_block_of_four_bits() -> None:
+    torch.manual_seed(0)
+    (cast,) = (c for c in _casts() if c.granularity == "16x16")
+    assert cast_floor_db(cast) < 3 and FORMATS[cast.format].bits == 4
+    assert _floor(cast, fp8debug.measure(TENSORS["normal"](), cast)) > 9
+
+
+def test_other_magnitudes_or_none_bound_nothing() -> None:
+    (cast,) = (c for c in _casts() if c.hadamard and c.rounding != "stochastic")
+    assert tensor_floor_db(cast, [1] * 64, 1.0, 1.0, 1.0) == -math.inf
+    assert tensor_floor_db(Cast(), None, 1.0, 1.0, 1.0) == -math.inf
+
+
+def _floor(cast: Cast, row: dict[str, object]) -> float:
+    histogram, numbers = row["log2_hist"], [row[name] for name in ("amax", "scale_inv_max", "sum_x2")]
+    assert isinstance(histogram, list | tuple)
+    return tensor_floor_db(cast, histogram, *(float(str(number)) for number in numbers))
