@@ -159,7 +159,8 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
                 delay_show=400,
                 overlay_style={"visibility": "visible"},
                 type="dot",
-                target_components={"page": "children"},  # another page, not the parts of a live one that are drawn anew
+                # Another page, not the parts of a live one that are drawn anew.
+                target_components={"page": "children"},  # type: ignore[arg-type]  # typed in dash as without any key
             ),
         ],
         defaultColorScheme="auto",

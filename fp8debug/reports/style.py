@@ -34,7 +34,7 @@ svg .beside { stroke: var(--muted); stroke-dasharray: 6 4; }
 .narrow { display: none; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); gap: 12px; margin: 12px 0; }
 .scroll { overflow-x: auto; } .scroll td:not(.num) { min-width: 90px; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; }
+table { border-collapse: collapse; font-size: 13px; width: 100%; table-layout: auto; }
 th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: anywhere; }
 th { color: var(--muted); font-weight: 600; overflow-wrap: normal; } .num { text-align: right; white-space: nowrap; }
@@ -81,10 +81,11 @@ footer {{ margin-top: 20px; }}
 @media print {{ body {{ background: none; }} .panel {{ break-inside: avoid; }} }}
 """
 
-#: For one figure in a notebook: nothing outside its element changes. Its ground is its own: the notebook's theme is not known.
+#: For one figure in a notebook: nothing outside its element changes. Its ground is its own: the notebook's theme is not
+#: known. The class stands twice, to weigh more than the notebook's own rules for tables.
 SCOPED_CSS = f"""
-.fp8debug {{ color-scheme: light dark; {_LIGHT} background: var(--panel); color: var(--ink); padding: 12px; border-radius: 8px;
-  border: 1px solid var(--line); font: 14px/1.5 system-ui, sans-serif; text-align: left; max-width: 1100px;
+.fp8debug.fp8debug {{ color-scheme: light dark; {_LIGHT} background: var(--panel); color: var(--ink); padding: 12px;
+  border-radius: 8px; border: 1px solid var(--line); font: 14px/1.5 system-ui, sans-serif; text-align: left; max-width: 1100px;
   {_PARTS} }}
-@media (prefers-color-scheme: dark) {{ .fp8debug {{ {_DARK} }} }}
+@media (prefers-color-scheme: dark) {{ .fp8debug.fp8debug {{ {_DARK} }} }}
 """

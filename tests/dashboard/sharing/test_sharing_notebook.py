@@ -211,3 +211,17 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pages = [data["text/html"] for data in shown if "text/html" in data]
     assert len(pages) == 4 and "F113" in pages[0] and "F113" in pages[1] and sum(map(len, pages)) < 200_000
     assert (tmp_path / "runs" / "report.html").stat().st_size < 400_000
+
+
+#: How Jupyter has tables in results.
+JUPYTER = "<style>.out:not(.md) table { table-layout: fixed; } .out:not(.md) td { text-align: right; }</style>"
+
+
+@pytest.mark.browser
+def test_a_table_has_its_columns_wide_as_their_words_in_a_notebook(page: Any, run: Run) -> None:
+    html = run.findings()._repr_html_()
+    page.set_content(f"<head>{JUPYTER}</head><body><div class='out'>{html}</div></body>")
+    widths = page.evaluate("() => [...document.querySelectorAll('th')].map((one) => [one.textContent, one.clientWidth])")
+    assert dict(widths)["message"] > 2 * dict(widths)["gemm"]
+    cell = page.locator("td:not(.num)").first
+    assert cell.evaluate("(one) => getComputedStyle(one).textAlign") == "left"

@@ -367,4 +367,4 @@ def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:
 
 def test_dots_show_that_another_page_comes_and_not_that_a_live_one_is_drawn_anew() -> None:
     dots = [part for part in _shell()._traverse() if isinstance(part, dcc.Loading)]
-    assert [part.target_components for part in dots] == [{"page": "children"}]
+    assert [part.to_plotly_json()["props"]["target_components"] for part in dots] == [{"page": "children"}]
