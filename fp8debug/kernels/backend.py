@@ -69,6 +69,16 @@ class Backend(Protocol):
         """Quantize a tensor, and fill the slots of the cast in the same pass."""
         ...
 
+    def takes_low_bit(self, x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
+        """Return whether the kernels of casts that no FP8 unit has take this tensor and cast."""
+        ...
+
+    def quantize_low_bit(
+        self, x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, statistics: bool = False
+    ) -> tuple[Quantized, Slots | None]:
+        """Quantize a tensor under a cast that no FP8 unit has, and fill the slots of the cast in the same pass."""
+        ...
+
     def new_outputs(self, x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
         """Return memory for data and scale_inv."""
         ...

@@ -85,7 +85,11 @@ def quantize(
     Raises:
         UsageError: x is not a floating-point tensor, or cast no Cast.
     """
-    if isinstance(x, Tensor) and x.is_cuda and isinstance(cast, Cast):
+    if not (isinstance(x, Tensor) and isinstance(cast, Cast)):
+        return reference.quantize(x, cast, scale_inv)  # says what is wrong
+    if (made := _quantize_low_bit(x, cast, scale_inv, False)) is not None:
+        return made[0]
+    if x.is_cuda:
         if scale_inv is None and (plan := _plan(x, cast, contracts_rows, False)) is not None:
             with on_device(x):
                 return _made(plan(x)[0])
@@ -133,11 +137,23 @@ def quantize_observed(
             made, row = found or plan(x, deferred)
         assert row is not None  # statistics were asked for
         return _made(made), {gpu().OPERAND: row}
+    if (low_bit := _quantize_low_bit(x, cast, scale_inv, True)) is not None:
+        return low_bit
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):
             q, filled = gpu().quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
             return q, None if filled is None else _packed(filled, 0)
     return reference.quantize(x, cast, scale_inv), None
+
+
+def _quantize_low_bit(x: Tensor, cast: Cast, scale_inv: Tensor | None, statistics: bool) -> CastWithSlots | None:
+    """Quantize by the kernels of casts that no FP8 unit has, laid out as by the reference; None where they do not take it."""
+    if cast.is_plain or not x.numel() or not takes_kernels(x):
+        return None
+    if not gpu().eager(x) or not gpu().takes_low_bit(x, cast, scale_inv):
+        return None
+    with on_device(x):
+        return gpu().quantize_low_bit(x, cast, scale_inv, statistics=statistics)
 
 
 def quantize_pair(
@@ -216,9 +232,22 @@ def observe(
             found = gpu().observe(x, casts, scale_invs, histogram=histogram)
             return [_packed(found, i) for i in range(len(casts))]
     return [
-        by_name(statistics(operand_pair(source, cast, reference.quantize(x, cast, scale))))
-        for cast, scale in zip(casts, scale_invs, strict=True)
+        _observe_one(source, cast, scale, histogram and i == 0)
+        for i, (cast, scale) in enumerate(zip(casts, scale_invs, strict=True))
     ]
+
+
+def _observe_one(source: Source, cast: Cast, scale_inv: Tensor | None, with_histogram: bool) -> Slots:
+    """Return the slots of one cast that is not running, where no kernel takes all of a tensor's casts at once."""
+    x = source.x
+    made = _quantize_low_bit(x, cast, scale_inv, True)
+    if made is not None:
+        found = describe(source, cast, *made)
+    elif x.is_cuda and x.numel() and _takes(x, cast, scale_inv):
+        return observe(source, [cast], [scale_inv], histogram=with_histogram)[0]
+    else:
+        return by_name(statistics(operand_pair(source, cast, reference.quantize(x, cast, scale_inv))))
+    return {**found, "log2_hist": histogram(source)} if with_histogram else found
 
 
 def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = None) -> Slots:

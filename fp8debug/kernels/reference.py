@@ -139,7 +139,7 @@ def block_scales(source: Source, cast: Cast) -> tuple[Tensor, Tensor]:
     if not cast.four_over_six:
         # Not a / max * encode: Transformer Engine's kernels fold 1 / max into the tensor's scale.
         return _stored_scale(a * (encode * torch.full_like(encode, fmt.max).reciprocal()), encode, stored, zero)
-    base = torch.div(a, fmt.max) * encode
+    base = torch.div(a, torch.full_like(a, fmt.max)) * encode  # by a number, a GPU multiplies by its reciprocal
     six, four = (_stored_scale(base * factor, encode, stored, zero) for factor in (1.0, 1.5))
     take_four = _absolute_error(source, cast, four) < _absolute_error(source, cast, six)
     return torch.where(take_four, four[0], six[0]), torch.where(take_four, four[1], six[1])

@@ -23,10 +23,8 @@ from fp8debug.kernels.dispatch import (
     Operand,
     finite_amax,
     gemm,
-    operand_pair,
     quantize,
     quantize_observed,
-    statistics,
 )
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe
@@ -168,7 +166,7 @@ class _Operand:
             return self.x[i]
         scale_inv = self._scale_inv(i)
         q, found = quantize_observed(self.x[i], self.cast, scale_inv, contracts_rows=self.contracts_rows, where=self.where)
-        return found or statistics(operand_pair(Source(self.x[i]), self.cast, q))
+        return describe(Source(self.x[i]), self.cast, q, found)
 
 
 class Timing:

@@ -1,4 +1,4 @@
-"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [gemm] [samples]``; no times are asserted.
+"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [low_bit] [gemm] [samples]``; no times are asserted.
 
 Times are medians of CUDA-graph replays over rotating inputs larger than the L2 together; speeds are relative to what the
 row names. Data are random: products run faster on zeros.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fp8debug.kernels import reference
+from fp8debug.kernels import dispatch, reference
 from fp8debug.kernels.dispatch import describe, quantize_observed
 from fp8debug.kernels.gpu.describe.value_counts import ValueCounts
 from fp8debug.kernels.gpu.describe.value_counts_kernel import COUNT_WARPS, count_kernel
@@ -191,6 +192,60 @@ def _counted(value_counts: ValueCounts, x: list[torch.Tensor], i: int) -> None:
     value_counts.what_if(x[i], {"delayed": DELAYED}, i)
 
 
+def low_bit() -> None:
+    """Casts of FP4, FP6 and stochastic rounding: torch ops against the kernel, without statistics and with them."""
+    nvfp4 = Cast(format="e2m1fn", granularity="1x16", scale_format="e4m3fn", tensor_scale="tensor")
+    mx = Cast(format="e2m1fn", granularity="1x32", scale_format="e8m0")
+    chosen = {
+        "nvfp4 1x16": nvfp4,
+        "nvfp4 16x1": replace(nvfp4, granularity="16x1"),
+        "nvfp4 16x16": replace(nvfp4, granularity="16x16"),
+        "nvfp4 1x16 stochastic": replace(nvfp4, rounding="stochastic", seed=1),
+        "nvfp4 16x1 hadamard": replace(nvfp4, granularity="16x1", hadamard=16),
+        "nvfp4 1x16 four over six": replace(nvfp4, four_over_six=True),
+        "mxfp4 1x32": mx,
+        "mxfp6 e3m2 1x32": replace(mx, format="e3m2fn"),
+        "e4m3fnuz tensorwise": Cast(format="e4m3fnuz"),
+    }
+    print(f"{'microseconds':28} {'shape':>11} {'torch':>9} {'kernel':>9} {'':>7} {'+ stats':>9} {'kernel':>9}")
+    for rows, columns in ((4096, 4096), (8192, 2048)):
+        torch.manual_seed(0)
+        inputs = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(ROTATE)]
+        for name, cast in chosen.items():
+            by_torch = elapsed(lambda i, cast=cast: reference.quantize(inputs[i], cast))  # type: ignore[misc]  # bound in the loop
+            by_kernel = elapsed(lambda i, cast=cast: dispatch.quantize(inputs[i], cast))  # type: ignore[misc]  # likewise
+            stats = elapsed(lambda i, cast=cast: _with_statistics(reference.quantize(inputs[i], cast), inputs[i], cast))  # type: ignore[misc]  # likewise
+            observed = elapsed(lambda i, cast=cast: _observed(inputs[i], cast))  # type: ignore[misc]  # likewise
+            ratios = f"{by_torch / by_kernel:6.1f}x {stats:9.0f} {observed:9.0f} {stats / observed:6.1f}x"
+            print(f"{name:28} {rows:>5}x{columns:<5} {by_torch:9.0f} {by_kernel:9.0f} {ratios}", flush=True)
+
+
+def elapsed(call: Callable[[int], object], repeats: int = 9) -> float:
+    """Median time of a call from the host's start to its end on the GPU, of allocations of torch ops too: no graph."""
+    for i in range(ROTATE):
+        call(i)
+    times = []
+    for repeat in range(repeats):
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for i in range(ROTATE):
+            call((repeat + i) % ROTATE)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / ROTATE)
+    return float(sorted(times)[repeats // 2])
+
+
+def _with_statistics(q: Quantized, x: torch.Tensor, cast: Cast) -> object:
+    return reference.statistics(reference.operand_pair(x, cast, q), "log2_hist")
+
+
+def _observed(x: torch.Tensor, cast: Cast) -> object:
+    q, found = quantize_observed(x, cast)
+    return describe(Source(x), cast, q, found)
+
+
 SHAPES = ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 4096, 4096))
 
 
@@ -322,10 +377,12 @@ def _count(value_counts: ValueCounts, words: list[torch.Tensor], i: int) -> None
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["casts", "gemm", "samples"]
+    chosen = sys.argv[1:] or ["casts", "low_bit", "gemm", "samples"]
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "casts" in chosen:
         casts()
+    if "low_bit" in chosen:
+        low_bit()
     if "gemm" in chosen:
         gemms()
         lines()

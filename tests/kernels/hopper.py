@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ from fp8debug.kernels.gpu.gemm.error import compare, damage, row_slots
 from fp8debug.kernels.gpu.gemm.gemm import gemm
 from fp8debug.kernels.gpu.gemm.sampled import columns_of, dequantize_lines
 from fp8debug.kernels.gpu.launcher import address
+from fp8debug.kernels.gpu.low_bit.plan import quantize as quantize_low_bit
 from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_two_way
 from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_hopper
@@ -60,6 +62,7 @@ CPU = torch.device("cpu")
 #: Tokens, out_features and in_features of a layer that is large, and of one that fits no tile.
 LARGE, RAGGED = (8192, 4096, 14336), (37, 1106, 133)
 TILE, BLOCK = Cast(granularity="1x128"), Cast(granularity="128x128")
+NVFP4 = Cast(format="e2m1fn", granularity="1x16", scale_format="e4m3fn", tensor_scale="tensor")
 
 
 class Planned:
@@ -174,6 +177,14 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
                 plan.counting(x, True, address(empty(1 << 16, dtype=torch.int32)))
 
 
+def low_bits(x: Tensor, *casts: Cast) -> None:
+    """Casts without an FP8 unit, twice each, with statistics and without."""
+    for cast in casts:
+        for statistics in (False, True):
+            for _ in range(2):
+                quantize_low_bit(x, cast, statistics=statistics)
+
+
 def pair(x: Tensor, rows: Cast, columns: Cast) -> None:
     """Quantize along rows and columns at once, twice each way."""
     for statistics in (False, True) if is_hopper(CPU) and launcher.can_share() else ():
@@ -282,6 +293,7 @@ def usual() -> None:
     pair(x, TILE, Cast(granularity="128x1"))
     casts(empty(37, 131), Cast(), statistics=True)
     casts(x, Cast(granularity="rowwise"), statistics=True)
+    low_bits(x, NVFP4, replace(NVFP4, rounding="stochastic"))
     counted(x)
     for _ in range(2):
         observe(x, [TILE, Cast(scaling="delayed")], [None, torch.ones(1)], histogram=True)
@@ -302,6 +314,11 @@ def rest() -> None:
     """Other casts, formats, layouts, shapes and recipes, as the tests and the benches have them."""
     m, n, _ = LARGE
     large, ragged, odd = empty(m, n), empty(37, 131), empty(96, 264)
+    for x in (large, ragged, empty(96, 264, dtype=torch.float32)):
+        for name in ("1x16", "16x1", "16x16", "1x32", "32x1", "1x128", "128x1", "128x128"):
+            low_bits(x, replace(NVFP4, granularity=name), Cast(format="e3m2fn", granularity=name, scale_format="e8m0"))
+        low_bits(x, replace(NVFP4, four_over_six=True), replace(NVFP4, tensor_scale="row", hadamard=16, rounding="stochastic"))
+        low_bits(x, Cast(format="e4m3fnuz"), Cast(format="e5m2fnuz", rounding="stochastic"))
     casts(large, BLOCK, "columns", statistics=True)
     casts(large, BLOCK, "columns")
     for x in (ragged, odd, empty(256, 384), large):

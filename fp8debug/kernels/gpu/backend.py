@@ -13,6 +13,8 @@ from fp8debug.kernels.gpu.gemm.gemm import fastest, gemm, prepare, prepared
 from fp8debug.kernels.gpu.gemm.gemm import supports as takes_scales
 from fp8debug.kernels.gpu.gemm.sampled import columns_of, dequantize_lines
 from fp8debug.kernels.gpu.launcher import eager
+from fp8debug.kernels.gpu.low_bit.plan import quantize as quantize_low_bit
+from fp8debug.kernels.gpu.low_bit.plan import supports as takes_low_bit
 from fp8debug.kernels.gpu.quantize.quantize import largest as finite_amax
 from fp8debug.kernels.gpu.quantize.quantize import quantize
 from fp8debug.kernels.gpu.quantize.quantize import supports as takes_cast
@@ -44,9 +46,11 @@ __all__ = [
     "prepare",
     "prepared",
     "quantize",
+    "quantize_low_bit",
     "row_slots",
     "send_number",
     "takes_cast",
+    "takes_low_bit",
     "takes_scales",
     "two_way_plan_of",
 ]

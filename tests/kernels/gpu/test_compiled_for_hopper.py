@@ -35,7 +35,7 @@ NEEDS_TOOLS = pytest.mark.skipif(
 REGISTERS, SHARED, TOGETHER = 65536, 227 << 10, 48 << 10
 #: Whose safe pass, which runs rarely, or whose end of a block has more than there are registers; and of the fast kernel's loop,
 #: how often, at most.
-SPILLING, RELOADS = ("fast_kernel", "two_way_kernel", "tile_kernel", "foreign_cast_kernel"), 2
+SPILLING, RELOADS = ("fast_kernel", "two_way_kernel", "tile_kernel", "foreign_cast_kernel", "low_bit_kernel"), 2
 #: Kernels that are started more than once.
 AGAIN = ("fast_kernel", "two_way_kernel", "foreign_cast_kernel", "sample_kernel", "join_kernel", "state_kernel", "number_kernel")
 
