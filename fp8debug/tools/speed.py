@@ -21,6 +21,7 @@ from fp8debug.errors import UsageError
 from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import (
     Operand,
+    describe,
     finite_amax,
     gemm,
     quantize,

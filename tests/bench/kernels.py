@@ -1,4 +1,4 @@
-"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [low_bit] [gemm] [samples]``; no times are asserted.
+"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [low_bit] [gemm] [samples]``; asserts no times.
 
 Times are medians of CUDA-graph replays over rotating inputs larger than the L2 together; speeds are relative to what the
 row names. Data are random: products run faster on zeros.
@@ -212,10 +212,10 @@ def low_bit() -> None:
         torch.manual_seed(0)
         inputs = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(ROTATE)]
         for name, cast in chosen.items():
-            by_torch = elapsed(lambda i, cast=cast: reference.quantize(inputs[i], cast))  # type: ignore[misc]  # bound in the loop
-            by_kernel = elapsed(lambda i, cast=cast: dispatch.quantize(inputs[i], cast))  # type: ignore[misc]  # likewise
-            stats = elapsed(lambda i, cast=cast: _with_statistics(reference.quantize(inputs[i], cast), inputs[i], cast))  # type: ignore[misc]  # likewise
-            observed = elapsed(lambda i, cast=cast: _observed(inputs[i], cast))  # type: ignore[misc]  # likewise
+            by_torch = elapsed(partial(_quantized, reference.quantize, inputs, cast))
+            by_kernel = elapsed(partial(_quantized, dispatch.quantize, inputs, cast))
+            stats = elapsed(partial(_with_statistics, inputs, cast))
+            observed = elapsed(partial(_observed, inputs, cast))
             ratios = f"{by_torch / by_kernel:6.1f}x {stats:9.0f} {observed:9.0f} {stats / observed:6.1f}x"
             print(f"{name:28} {rows:>5}x{columns:<5} {by_torch:9.0f} {by_kernel:9.0f} {ratios}", flush=True)
 
@@ -237,13 +237,17 @@ def elapsed(call: Callable[[int], object], repeats: int = 9) -> float:
     return float(sorted(times)[repeats // 2])
 
 
-def _with_statistics(q: Quantized, x: torch.Tensor, cast: Cast) -> object:
-    return reference.statistics(reference.operand_pair(x, cast, q), "log2_hist")
+def _quantized(by: Callable[..., Quantized], x: list[torch.Tensor], cast: Cast, i: int) -> object:
+    return by(x[i], cast)
 
 
-def _observed(x: torch.Tensor, cast: Cast) -> object:
-    q, found = quantize_observed(x, cast)
-    return describe(Source(x), cast, q, found)
+def _with_statistics(x: list[torch.Tensor], cast: Cast, i: int) -> object:
+    return reference.statistics(reference.operand_pair(x[i], cast, reference.quantize(x[i], cast)), "log2_hist")
+
+
+def _observed(x: list[torch.Tensor], cast: Cast, i: int) -> object:
+    q, found = quantize_observed(x[i], cast)
+    return describe(Source(x[i]), cast, q, found)
 
 
 SHAPES = ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 4096, 4096))

@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE, _COLUMNS, _THREAD = 2048, 128, 8
 #: Programs for each multiprocessor without statistics and with them, whose registers of a thread are bounded.
 _PROGRAMS_PER_SM, _REGISTERS = (8, 4), 128
-#: Slots that the kernel fills, in the order of its results: int64, FP64, then FP32 that are joined by the maximum and by the minimum.
+#: Slots that the kernel fills, in the order of its results: int64, FP64, and FP32 that the maximum and the minimum join.
 COUNTS = (
     *("numel", "num_zero", "num_nan", "num_inf", "num_actual_nonfinite", "num_underflow", "num_subnormal", "num_saturated"),
     *("num_blocks", "num_zero_blocks", "num_eps_blocks", "num_tensors", "num_scales", "num_noise"),
@@ -203,10 +203,8 @@ def _beforehand(
         seed = cast.seed - (1 << 64) if cast.seed >> 63 else cast.seed
         key = checksums.sum().bitwise_xor(seed) if is_random else key
     if source == ls.FROM_BLOCK.value and line >= 0:
-        kind = tc.KIND_ROWS if line == ls.LINE_ROW.value else tc.KIND_COLUMNS
-        given = scale_memory(Job(Cast(granularity="rowwise" if line else "columnwise")), cut(flat, ACROSS, False, 0), kind.value)[
-            0
-        ]
+        kind, lines = (tc.KIND_ROWS, "rowwise") if line == ls.LINE_ROW.value else (tc.KIND_COLUMNS, "columnwise")
+        given = scale_memory(Job(Cast(granularity=lines)), cut(flat, ACROSS, False, 0), kind.value)[0]
     return given, key
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, bits_of, float_of
+from fp8debug.kernels.gpu.device import INF, bits_of, float_of
 from fp8debug.kernels.gpu.low_bit.elements import (
     MANTISSA,
     MAX,
