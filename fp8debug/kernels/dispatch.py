@@ -85,11 +85,10 @@ def quantize(
     Raises:
         UsageError: x is not a floating-point tensor, or cast no Cast.
     """
-    if not (isinstance(x, Tensor) and isinstance(cast, Cast)):
-        return reference.quantize(x, cast, scale_inv)  # says what is wrong
-    if (made := _quantize_low_bit(x, cast, scale_inv, False)) is not None:
+    is_valid = isinstance(x, Tensor) and isinstance(cast, Cast)
+    if is_valid and (made := _quantize_low_bit(x, cast, scale_inv, False)) is not None:
         return made[0]
-    if x.is_cuda:
+    if is_valid and x.is_cuda:
         if scale_inv is None and (plan := _plan(x, cast, contracts_rows, False)) is not None:
             with on_device(x):
                 return _made(plan(x)[0])
