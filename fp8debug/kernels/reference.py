@@ -502,6 +502,8 @@ _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 #: Bits of a random number: as many as an FP32 mantissa has.
 _RANDOM_BITS = 24
+#: Bits of the NaN that stands for all of them.
+_NAN_BITS = 0x7FC00000
 #: Size of the transform.
 HADAMARD = 16
 
@@ -534,7 +536,9 @@ def uniform(x: Tensor, seed: int) -> Tensor:
     Returns:
         FP32 of x's shape.
     """
-    bits = x.contiguous().view(torch.int32).reshape(-1).long()
+    x = x.contiguous()
+    # Devices differ in what they leave of a NaN's sign and payload.
+    bits = x.view(torch.int32).masked_fill(x.isnan(), _NAN_BITS).reshape(-1).long()
     place = torch.arange(bits.numel(), dtype=torch.int64, device=x.device)
     checksum = (bits * (2 * place + 1)).sum()
     key = (checksum ^ seed & _MASK) & _MASK, (checksum >> 32 ^ seed >> 32) & _MASK

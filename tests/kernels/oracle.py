@@ -70,7 +70,8 @@ def round_at_random(scaled: Array, number_format: str, noise: Array) -> Array:
 
 def random_numbers(x: Array, seed: int) -> Array:
     """Return one number in [0, 1) for each element: Philox4x32-10 in unbounded integers, from its definition."""
-    bits = [int(b) for b in np.ascontiguousarray(x, np.float32).view(np.int32).ravel()]
+    x = np.ascontiguousarray(x, np.float32)
+    bits = [int(b) for b in np.where(np.isnan(x), 0x7FC00000, x.view(np.int32)).ravel()]
     checksum = sum(b * (2 * i + 1) for i, b in enumerate(bits)) ^ seed
     numbers: list[float] = []
     for block in range(-(-len(bits) // 4)):

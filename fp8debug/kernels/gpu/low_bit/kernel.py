@@ -73,6 +73,7 @@ def totals_kernel(
         magnitude = bits & SIGN_OFF
         amax = tl.maximum(amax, tl.where(magnitude < 0x7F800000, magnitude, 0))
         if SUM:
+            bits = tl.where(magnitude > 0x7F800000, 0x7FC00000, bits)
             checksum += bits.to(tl.int64) * ((row.to(tl.int64) * columns + column) * 2 + 1)
     tl.store(amaxes + tl.program_id(0), float_of(tl.max(tl.max(amax, axis=1), axis=0)))
     if SUM:
