@@ -168,12 +168,10 @@ class OperandDiffers(Rule):
                 continue
             is_current = cast.scaling == "current"
             floor = cast_floor_db(cast) - self.margin_db if is_current else min(self.delayed_sqnr_db, cast_floor_db(cast))
-            is_coarse = is_current and FORMATS[cast.format].bits < 8
-            floor_of = lambda row, cast=cast, least=floor, tight=is_coarse: self._floor_of(cast, row, least) if tight else least  # noqa: E731
-            trace = whole.where(lambda row, floor_of=floor_of: row["sqnr_db"] < floor_of(row))  # type: ignore[misc]  # bound now
+            trace = whole.where(lambda row, cast=cast, floor=floor: row["sqnr_db"] < self._floor_of(cast, row, floor))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
-                finding = self._finding(trace, floor_of(trace.least("sqnr_db")), is_current)
+                finding = self._finding(trace, self._floor_of(cast, trace.least("sqnr_db"), floor), is_current)
                 yield _below_floor(finding, trace) if self._is_below_amax_floor(trace) else finding
         told = {(trace.module, trace.gemm, trace.tensor) for trace in found}
         for whole in traces(run, self._elements):
@@ -183,7 +181,9 @@ class OperandDiffers(Rule):
         yield from self._without_errors(run)
 
     def _floor_of(self, cast: Cast, row: dict[str, Any], least: float) -> float:
-        """Return the lowest SQNR of a correct cast of less than 8 bits: of any tensor, or of one with these magnitudes."""
+        """Return the lowest SQNR of a correct cast: of any tensor, or below 8 bits under current scaling of these magnitudes."""
+        if cast.scaling != "current" or FORMATS[cast.format].bits >= 8:
+            return least
         known = (row["amax"], row["scale_inv_max"], row["sum_x2"])
         if None in known:
             return least
