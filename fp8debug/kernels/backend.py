@@ -7,10 +7,11 @@ every function is ``reference``, which serves all other tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -138,6 +139,18 @@ class Backend(Protocol):
 
     def send_number(self, value: Tensor, host: Tensor) -> bool:
         """Send a scalar to the host without a copy; False where that cannot be done."""
+        ...
+
+    def flush(self, device: torch.device) -> None:
+        """Fill the rows of a device whose sums wait for their second stage."""
+        ...
+
+    def new_uploads(self) -> Sequence[Any]:
+        """Return pinned memory for the uploads of one capture."""
+        ...
+
+    def pool_of_graph(self, device: torch.device) -> AbstractContextManager[None]:
+        """Have what is captured on the device's current stream take rows of memory that belongs to the graph."""
         ...
 
     # GEMMs

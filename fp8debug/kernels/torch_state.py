@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -221,17 +222,66 @@ def is_batched(x: Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+class _Captures(threading.local):
+    """Pinned memory for a capture of ours on this thread, which reads it at each replay; None where there is none."""
+
+    pinned: list[Any] | None = None
+
+
+_CAPTURES = _Captures()
+
+
+@contextmanager
+def own_capture(pinned: list[Any]) -> Iterator[None]:
+    """Capture what follows on this thread as work of ours, which is recorded all the same; one at a time.
+
+    Args:
+        pinned: memory that the capture may take to send from, each once; allocated before it, and kept as long as the graph.
+    """
+    _CAPTURES.pinned = list(pinned)
+    try:
+        yield
+    finally:
+        _CAPTURES.pinned = None
+
+
+def is_own_capture() -> bool:
+    """Return whether a capture of ours is under way on this thread."""
+    return _CAPTURES.pinned is not None
+
+
+def pinned_for_capture() -> Any:
+    """Return pinned memory that a capture of ours sends from at each replay.
+
+    Raises:
+        NotReplayableError: it sends more often than was expected.
+    """
+    if not _CAPTURES.pinned:
+        raise NotReplayableError("more is sent to the device than was expected")
+    return _CAPTURES.pinned.pop()
+
+
+class NotReplayableError(Exception):
+    """What is recorded cannot be recorded by a replay; its text says what it is."""
+
+
+def refuse_replays(what: str) -> None:
+    """Raise where a capture of ours on this thread reads state of the host that changes from step to step."""
+    if is_own_capture():
+        raise NotReplayableError(what)
+
+
 def is_capturing() -> bool:
-    """Return whether a CUDA graph captures what runs now."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
+    """Return whether a CUDA graph of the program's captures what runs now."""
+    return not is_own_capture() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
 
 
 def is_of_cuda_graph() -> bool:
-    """Return whether a CUDA graph captures what runs now, or inductor runs it once before, when all memory is the graph's.
+    """Return whether a graph of the program's captures what runs now, or inductor runs it once before: memory is the graph's.
 
     Inductor ends the program where memory of a graph that is not its own output lives on.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+    if is_own_capture() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return False
     device = torch._C._cuda_getDevice()
     stream = torch._C._cuda_getCurrentRawStream(device)

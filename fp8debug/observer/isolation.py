@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from fp8debug.interruptions import is_ours
-from fp8debug.kernels.torch_state import TorchState, is_overridden, ordinary_torch, untraced
+from fp8debug.kernels.torch_state import TorchState, is_overridden, is_own_capture, ordinary_torch, untraced
 from fp8debug.types import NOT_WATCHED
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ def _isolate(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Calla
                 before.restore()
             if not is_ours(error):
                 probe.interrupt(error)
+                raise
+            if is_own_capture():  # ends the capture, not the module: it runs without a graph next time
                 raise
             if isinstance(error, torch.OutOfMemoryError | MemoryError):
                 probe.give_up("out of memory in a sample; training goes on")

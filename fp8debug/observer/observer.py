@@ -152,6 +152,13 @@ class GradientSums(Protocol):
         """Return what an optimizer that is about to step gets of them, and forget them."""
 
 
+class Replayable(NamedTuple):
+    """What a pass recorded apart from its step: its rows by their numbers, and which GEMMs it searched for NaN and Inf."""
+
+    filled: dict[int, RowInfo]
+    checked: list[tuple[str, Gemm, Tensor]]
+
+
 @dataclass
 class FinishedStep:
     """One step on its way to the sink; each table comes as (snapshot, what its rows are by their numbers).
@@ -297,6 +304,36 @@ class Observer:
         if device not in self._tables:
             self._tables[device] = Table(self._num_rows, device)
         return self._tables[device]
+
+    @contextmanager
+    def recording_to(self, table: Table) -> Iterator[Replayable]:
+        """Have what runs recorded in other accumulators of the table's device, and nothing of it in the step under way.
+
+        Facts about tensors that the step knows are not used, and what is found out is not kept.
+        """
+        found = Replayable({}, [])
+        before = self._filled, self._tables, self._samples, self._checked, self.tensor_cache
+        self._filled, self._tables = {table.device: (table, found.filled)}, {table.device: table}
+        self._samples, self._checked, self.tensor_cache = {}, found.checked, {}
+        try:
+            yield found
+        finally:
+            self.deferred_release.add([], self.tensor_cache)
+            self._filled, self._tables, self._samples, self._checked, self.tensor_cache = before
+
+    def add(self, found: Replayable, table: Table, later_by: int) -> None:
+        """Add what was recorded by :meth:`recording_to`, or by a replay of it, to the step under way.
+
+        Args:
+            found: what it was.
+            table: its accumulators.
+            later_by: places in execution order after those that it has.
+        """
+        own, filled = self.filled(table.device)
+        own.absorb(table)
+        filled.update((row, info._replace(call_index=info.call_index + later_by)) for row, info in found.filled.items())
+        self.modules_called.update(info.module for info in found.filled.values())
+        self._checked += [(module, gemm, is_finite.clone()) for module, gemm, is_finite in found.checked]
 
     @property
     def _num_rows(self) -> int:

@@ -28,7 +28,7 @@ from fp8debug.kernels.dispatch import (
 from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sampling import Sample
 from fp8debug.kernels.slot_rows import by_name
-from fp8debug.kernels.torch_state import foreign_mode_active, is_capturing, is_transformed
+from fp8debug.kernels.torch_state import foreign_mode_active, is_capturing, is_transformed, refuse_replays
 from fp8debug.metrics import Source
 from fp8debug.observer.fused_cast import CastRecorder
 from fp8debug.observer.isolation import StepState, isolated, isolated_without_ops
@@ -331,6 +331,7 @@ class Probe(StepState):
 
     def _repeated(self, which: Gemm, role: TensorRole, x: Tensor, q: Quantized, cast: Cast) -> Slots:
         """Compare stochastic roundings with those of the sampled step before, once in a step: its first microbatch."""
+        refuse_replays("stochastic rounding")
         check, step = self._repeats.get((which, role), (RepeatCheck(), -1))
         self._repeats[which, role] = check, self.observer.step_count
         return by_name(check.compare(x, q, cast)) if step != self.observer.step_count else {}
@@ -391,6 +392,7 @@ class Probe(StepState):
         """Return the scale_inv that a cast which is not running would have used here; None unless it is delayed."""
         if cast.scaling != "delayed":
             return None
+        refuse_replays("the amax history of a cast that is tried")
         history = self._histories.get((role, cast))
         if history is None:
             history = self._histories[role, cast] = AmaxHistory(cast, source.x.device)

@@ -18,6 +18,7 @@ from fp8debug.interruptions import is_ours
 from fp8debug.kernels.backend import gpu
 from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels
 from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotKey, SlotRow, Slots
+from fp8debug.kernels.torch_state import refuse_replays
 from fp8debug.metrics import Slot, slots
 from fp8debug.observer.host_copy import new_event
 
@@ -110,9 +111,10 @@ class Table:
     Args:
         num_rows: capacity; every row that a step may fill.
         device: where the watched tensors of these rows live.
+        num_pinned: copies in pinned memory that are made at once; a table without takes no snapshots.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, num_pinned: int = NUM_PINNED) -> None:
         self.device, self.num_rows, self.layout = device, num_rows, TableLayout(num_rows)
         self._all = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=device)
         self._state = self.layout.cut(self._all)
@@ -125,7 +127,7 @@ class Table:
         self.lost = ""  # why rows that waited were lost; empty when none were
         self._rows_at: dict[tuple[int, ...], Tensor] = {}
         self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
-        self._free = [self._pinned() for _ in range(NUM_PINNED)] if device.type == "cuda" else []
+        self._free = [self._pinned() for _ in range(num_pinned)] if device.type == "cuda" else []
         self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._value_counts: Any = None
         columns = {name: place.start for name, place in self.layout.places.items()}
@@ -140,6 +142,42 @@ class Table:
         if self._value_counts is None:
             self._value_counts = new_value_counts(self.device)
         return self._value_counts
+
+    def apart(self) -> Table:
+        """Return another table of these rows, whose memory is never replaced, for what is captured on the current stream."""
+        found = Table(self.num_rows, self.device, 0)
+        for key in self._numbers:
+            found._number(key)
+        if self._value_counts is not None:
+            found.value_counts.reserve(self._value_counts)
+        return found
+
+    @property
+    def memory(self) -> tuple[object, ...]:
+        """Where what is written besides the rows lies: the same as long as no memory is replaced."""
+        return (
+            len(self._numbers),
+            None if self._joiner is None else self._joiner.memory,
+            None if self._value_counts is None else self._value_counts.memory,
+        )
+
+    def begin(self) -> None:
+        """Set all rows to neutral on the device, to be filled anew by what follows."""
+        for (_, merge), state in self._state.items():
+            state.fill_(_NEUTRAL[merge])
+        if self._value_counts is not None:
+            self._value_counts.restart()
+
+    def absorb(self, other: Table) -> None:
+        """Join another table of the same rows, whose own rows are joined, on the current stream."""
+        if self._joiner is not None:
+            self._joiner.follow()
+        for group, state in self._state.items():
+            more = other._state[group]
+            if group[1] == "sum":
+                state.add_(more)
+            else:
+                (torch.maximum if group[1] == "max" else torch.minimum)(state, more, out=state)
 
     def _pinned(self) -> HostBuffers:
         return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True))
@@ -188,7 +226,7 @@ class Table:
         if len(self._listed) >= (MAX_JOINED if limit is None else limit):
             self._join_rows()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Join what waits to the state.
 
         Raises:
@@ -297,6 +335,7 @@ class Table:
         """Return numbers as a tensor on the device, sent there without waiting."""
         index = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
+            refuse_replays("an index made on the host")
             index = index.pin_memory().to(self.device, non_blocking=True)
         return index.to(self.device)
 
@@ -305,7 +344,7 @@ class Table:
 
         On a CPU nothing is copied: another state takes its place.
         """
-        self._join()
+        self.join()
         if self.device.type == "cuda":
             buffers = self._free.pop() if self._free else self._pinned()
             assert buffers.done is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,6 +35,7 @@ class ProgramState:
 
     Attributes:
         tensors: those among it.
+        values: the numbers, texts and the like among it, in the order of the search.
 
     Raises:
         TooManyObjectsError: more than :data:`MAX_OBJECTS` are reached.
@@ -42,6 +43,7 @@ class ProgramState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.tensors: list[Tensor] = []
+        self.values: list[Hashable] = []
         self._undo: list[_Undo] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # alive, so that no other object gets the id of one that was seen
@@ -56,7 +58,10 @@ class ProgramState:
             undo()
 
     def _look_at(self, x: Any) -> None:
-        if isinstance(x, _PLAIN) or id(x) in self._seen:
+        if isinstance(x, _PLAIN):
+            self.values.append(x)
+            return
+        if id(x) in self._seen:
             return
         if len(self._seen) >= MAX_OBJECTS:
             raise TooManyObjectsError(f"its functions reach more than {MAX_OBJECTS:,} objects, which a second run might change")

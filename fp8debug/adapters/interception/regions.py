@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -34,6 +34,7 @@ from fp8debug.adapters.interception.calls import call_eagerly, observe_regions
 from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.adapters.interception.program_state import ProgramState, TooManyObjectsError
+from fp8debug.adapters.interception.repetition_graphs import Repetition, RepetitionGraphs, places_of
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import (
     TorchState,
@@ -123,13 +124,27 @@ class _Region(NamedTuple):
     devices: list[torch.device]
     fsdp: Any  #: FSDP2's state where ``fully_shard`` was called on the module itself, else None
 
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that it lies on; None where it lies on none or several."""
+        return self.devices[0] if len(self.devices) == 1 else None
+
 
 class _CallState(NamedTuple):
-    """The state before a call of a region; ``random`` is None where the call waits for the region's turn."""
+    """The state before a call of a region; ``random`` is None where the call waits for the region's turn.
+
+    Attributes:
+        region: which.
+        unowned_gemms: GEMMs that belonged to no watched module.
+        versions: tensors that the call may not write to if it is to be repeated: what each is, it, and its version.
+        values: the numbers, texts and the like that its code can read.
+        random: states of the random generators.
+    """
 
     region: _Region
     unowned_gemms: dict[str, int]
     versions: list[tuple[str, Tensor, int]]
+    values: list[Hashable]
     random: _Random | None
 
 
@@ -166,6 +181,7 @@ class Regions:
         self._first_sampled: dict[int, int] = {}  # by a region's id, in the order of their turns: step
         self._is_whole: dict[int, bool] = {}  # by its id: whether its call is one graph
         self._listener = listener_of(observer)
+        self._graphs = RepetitionGraphs(observer)
         self._regions: dict[int, _Region] = {}
         self._refused: set[int] = set()
         self._outputs: list[Any] = []  # hooks on trained outputs whose backward pass has not come yet
@@ -186,6 +202,7 @@ class Regions:
         """End it."""
         self._end()
         self._forget()
+        self._graphs.remove()
         if self._forget in self._observer.on_end_step:
             self._observer.on_end_step.remove(self._forget)
 
@@ -273,8 +290,10 @@ class Regions:
                 return None
             unowned = dict(self._listener.unowned_gemms)
             if not self._has_turn(region):
-                return _CallState(region, unowned, [], None)
-            return _CallState(region, unowned, _versions(region, args, kwargs), _Random.now(region.devices))
+                return _CallState(region, unowned, [], [], None)
+            state = ProgramState(region.modules)
+            versions = _versions(region, state.tensors, args, kwargs)
+            return _CallState(region, unowned, versions, state.values, _Random.now(region.devices))
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -347,6 +366,16 @@ class Regions:
             first = self._first[id(region.module)]
             run = _Repetition(observer, region, frozenset(begun), _Autocast.now(region.devices), first)
 
+            def repeat(args: tuple[Any, ...], kwargs: dict[str, Any], grads: Sequence[Tensor | None]) -> None:
+                with self._isolated(region):
+                    allocated = _allocated(region)
+                    with self._recounted(*counted):
+                        outputs = run.forward(args, kwargs)
+                    self._graphs.note_memory(id(region.module), _allocated(region) - allocated)
+                    if len(outputs) != len(trained):
+                        raise NotRepeatedError("its compiled call returns other tensors than its forward")
+                    run.backward([outputs[i] for i in places], grads)
+
             @untraced
             def backward(grads: Sequence[Tensor | None]) -> None:
                 state = TorchState()
@@ -356,12 +385,20 @@ class Regions:
                     after = _Random.now(region.devices)
                     try:
                         states.restore()
-                        with self._isolated(region):
-                            with self._recounted(*counted):
-                                outputs = run.forward(args, kwargs)
-                            if len(outputs) != len(trained):
-                                raise NotRepeatedError("its compiled call returns other tensors than its forward")
-                            run.backward([outputs[i] for i in places], grads)
+                        self._graphs.run(
+                            Repetition(
+                                id(region.module),
+                                region.name or type(region.module).__name__,
+                                region.gpu,
+                                args,
+                                kwargs,
+                                grads,
+                                first,
+                                self._state_of(before, run),
+                                counted[0] != counted[1],
+                                repeat,
+                            )
+                        )
                     finally:
                         after.restore()
                 except Exception as error:
@@ -378,6 +415,21 @@ class Regions:
             if not is_ours(error):
                 raise
             self._refuse(region.module, error)
+
+    def _state_of(self, before: _CallState, run: _Repetition) -> Hashable:
+        """Return what a repetition depends on besides its arguments; None where it depends on more."""
+        region = before.region
+        tensors = [x for what, x, _ in before.versions if what != "its input"]
+        buffers = [b for module in region.modules for b in module._buffers.values() if b is not None]
+        weights = [p for module in region.modules for p in module._parameters.values() if p is not None]
+        is_known = (
+            region.fsdp is None
+            and not run.recorded
+            and all(type(x) in _PLAIN for x in (*tensors, *buffers))
+            and all(weight.grad is None for weight in weights)
+        )
+        modes = tuple(module.training for module in region.modules)
+        return (places_of((*tensors, *buffers)), tuple(before.values), modes, tuple(run.autocast)) if is_known else None
 
     def _set_unowned(self, gemms: dict[str, int]) -> None:
         """Count GEMMs that belong to no watched module as before a region's call: its own are recorded, or were."""
@@ -443,13 +495,17 @@ class _Repetition:
         recorded: FQNs of modules that the trained call recorded itself.
         autocast: of the trained call.
         first: position of its first module in execution order.
+
+    Attributes:
+        recorded: as given.
+        autocast: as given.
     """
 
     def __init__(
         self, observer: Observer, region: _Region, recorded: frozenset[str], autocast: list[_Autocast], first: int
     ) -> None:
-        self._observer, self._region, self._recorded = observer, region, recorded
-        self._autocast, self._first = autocast, first
+        self._observer, self._region, self.recorded = observer, region, recorded
+        self.autocast, self._first = autocast, first
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: list[Tensor] = []
 
@@ -461,11 +517,11 @@ class _Repetition:
             args, kwargs = region.fsdp._cast_forward_inputs(args, kwargs)
             call = _call_impl
         with ExitStack() as stack:
-            for autocast in self._autocast:
+            for autocast in self.autocast:
                 stack.enter_context(autocast.again())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._in_place())
-            stack.enter_context(self._observer.repeating(self._recorded, self._first))
+            stack.enter_context(self._observer.repeating(self.recorded, self._first))
             output = call(region.module, *args, **kwargs)
         return _pytree.tree_leaves(output)
 
@@ -478,7 +534,7 @@ class _Repetition:
             adds[id(alias)] = runs_now(accumulator_of(parameter))
         wanted = [*self._inputs, *(alias for _, alias in self._aliases.values() if alias.requires_grad)]
         if given and wanted:
-            with self._in_place(), self._observer.repeating(self._recorded, adds=adds):
+            with self._in_place(), self._observer.repeating(self.recorded, adds=adds):
                 torch.autograd.grad([o for o, _ in given], wanted, [g for _, g in given], allow_unused=True)
 
     def _alias_of_input(self, x: Any) -> Any:
@@ -612,10 +668,12 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return self.forward(*args, **kwargs)
 
 
-def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor, int]]:
+def _versions(
+    region: _Region, outside: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Tensor, int]]:
     """Return the tensors that a call may not write to if it is to be repeated, each with its version."""
     found = [("its input", x) for x in _pytree.tree_leaves((args, kwargs)) if _is_plain(x)]
-    found += [("a tensor outside of it", x) for x in ProgramState(region.modules).tensors if _is_plain(x)]
+    found += [("a tensor outside of it", x) for x in outside if _is_plain(x)]
     for module in region.modules:
         found += [(f"the attribute {name}", x) for name, x in vars(module).items() if _is_plain(x)]
         found += [("a parameter", p) for p in module._parameters.values() if p is not None]
@@ -644,6 +702,11 @@ def _within_memory(devices: Sequence[torch.device]) -> Callable[[Tensor], Tensor
         return x
 
     return save
+
+
+def _allocated(region: _Region) -> int:
+    """Return the bytes that tensors take on a region's GPU."""
+    return 0 if region.gpu is None else torch.cuda.memory_allocated(region.gpu)
 
 
 def as_it_is(x: Tensor) -> Tensor:

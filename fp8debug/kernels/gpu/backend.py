@@ -21,6 +21,7 @@ from fp8debug.kernels.gpu.quantize.quantize import supports as takes_cast
 from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, new_outputs
 from fp8debug.kernels.gpu.quantize.two_way_plan import two_way_plan_of
+from fp8debug.kernels.gpu.scratch import flush, new_uploads, pool_of_graph
 from fp8debug.kernels.gpu.step_end import Joiner, StateSender, send_number
 
 __all__ = [
@@ -35,14 +36,17 @@ __all__ = [
     "eager",
     "fastest",
     "finite_amax",
+    "flush",
     "gemm",
     "new_joiner",
     "new_outputs",
     "new_sender",
+    "new_uploads",
     "new_value_counts",
     "next_scale_inv",
     "observe",
     "plan_of",
+    "pool_of_graph",
     "prepare",
     "prepared",
     "quantize",

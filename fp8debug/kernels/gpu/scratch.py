@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fp8debug.kernels.gpu import deferred as tl
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, address
 from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
+from fp8debug.kernels.torch_state import NotReplayableError, is_own_capture, pinned_for_capture
 
 #: Rows that are allocated together.
 ROWS = 256
@@ -28,6 +29,8 @@ ROWS = 256
 SPACE = 1 << 10 if INTERPRETED else 1 << 19
 #: Integers that an upload holds at least: what a step of the usual model leaves for its end.
 MIN_UPLOAD = 1 << 12
+#: Uploads that one capture may hold: what a layer's repetition joins, in a few parts.
+NUM_CAPTURED = 16
 
 
 #: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.
@@ -64,10 +67,21 @@ class PinnedUpload:
 
     def send(self, numbers: list[int], device: torch.device) -> Tensor:
         """Return integers on the device, which is the current one; behind them may lie others."""
+        found = self.captured(numbers, device)
+        self._left.record()
+        return found
+
+    def captured(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Return what :meth:`send` does, for a graph that sends it at each replay: this memory is not used again.
+
+        Raises:
+            NotReplayableError: there are more than it holds.
+        """
+        if len(numbers) > self.size:
+            raise NotReplayableError("more is sent to the device than was expected")
         self._array[: len(numbers)] = array("q", numbers)
         found = torch.empty(self.size, dtype=torch.int64, device=device)
         found.copy_(self._memory, non_blocking=True)
-        self._left.record()
         return found
 
 
@@ -79,6 +93,8 @@ def to_device(numbers: list[int], device: torch.device) -> Tensor:
     """Return integers as int64 on a device, which is the current one, without waiting for it; behind them may lie others."""
     if device.type != "cuda":
         return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    if is_own_capture():
+        return cast("PinnedUpload", pinned_for_capture()).captured(numbers, device)
     uploads, upload = _UPLOADS.setdefault(device, deque()), None
     with suppress(IndexError):
         upload = uploads.popleft()  # no other thread has it meanwhile
@@ -107,6 +123,11 @@ def start(tasks: Sequence[Task], device: torch.device) -> None:
     first = address(sent)
     for place, (_, run) in zip(places, tasks, strict=True):
         run(first[place:] if INTERPRETED else first + 8 * place)
+
+
+def new_uploads() -> list[PinnedUpload]:
+    """Return memory for the uploads of one capture."""
+    return [PinnedUpload(2 * MIN_UPLOAD) for _ in range(NUM_CAPTURED)]
 
 
 def current_stream(
@@ -259,6 +280,23 @@ def pool(device: torch.device) -> Pool:
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
             _POOLS[key] = found
     return found
+
+
+@contextmanager
+def pool_of_graph(device: torch.device) -> Iterator[None]:
+    """Have what is captured on a device's current stream take rows of one pool, which is forgotten afterwards.
+
+    Nothing may wait in the device's other pools: the graph would join it at each replay.
+    """
+    key = device, _raw_stream(device)
+    before = _POOLS.get(key)
+    _POOLS[key] = Pool(device, torch.cuda.current_stream(device))
+    try:
+        yield
+    finally:
+        del _POOLS[key]
+        if before is not None:
+            _POOLS[key] = before
 
 
 def flush(device: torch.device, first: Sequence[HasTasks] = (), last: Sequence[Task] = ()) -> None:

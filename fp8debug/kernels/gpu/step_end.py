@@ -118,11 +118,20 @@ class Joiner:
         """
         if num_losses(self._device) != self._num_losses:
             raise MemoryError("statistics that waited for their second stage were lost")
+        self.follow()
+        flush(self._device, first, [(items, partial(self._start, len(items) // 3))] if items else [])
+
+    @property
+    def memory(self) -> int:
+        """Where the layouts lie: the same as long as no layout is added."""
+        return 0 if self._map is None else self._map.data_ptr()
+
+    def follow(self) -> None:
+        """Have what follows on the current stream wait for the stream that used the state before."""
         raw, stream = current_stream(self._device, self._raw, self._stream)
         if raw != self._raw and stream is not None and self._stream is not None:
             stream.wait_stream(self._stream)
         self._raw, self._stream = raw, stream
-        flush(self._device, first, [(items, partial(self._start, len(items) // 3))] if items else [])
 
     def _start(self, count: int, items: Any) -> None:
         assert self._map is not None

@@ -236,7 +236,7 @@ def test_a_step_whose_rows_were_half_joined_is_not_recorded(monkeypatch: pytest.
     table.merge([0], [{"num_nan": torch.tensor(3)}])
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(torch, "stack", out_of_memory)
-        table._join()
+        table.join()
     table.merge([0], [{"num_nan": torch.tensor(3)}])
     with pytest.raises(MemoryError, match="were lost"):
         table.snapshot()

@@ -67,7 +67,7 @@ def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
 
 
 class _CastState:
-    """A cast at one place: what the kernel is told of it, and where its amax history lies and how often it was used.
+    """A cast at one place: what the kernel is told of it, and where its amax history lies.
 
     Args:
         cast: the cast.
@@ -77,7 +77,7 @@ class _CastState:
     def __init__(self, cast: Cast, row: int | None) -> None:
         ints, self.reals, scaling = _parts(cast)
         self.ints = *ints, scaling, row or 0, cast.history
-        self.row, self.length, self.num_calls = row, cast.history, 0
+        self.row = row
 
 
 class ValueCounts:
@@ -100,6 +100,21 @@ class ValueCounts:
         self._raw, self._stream = current_stream(self._tables.device)  # the last stream that used the memory
         self._finish: dict[int, Kernel] = {}  # by the length of the longest history
         self._exponents = Kernel(tb.exponents_kernel, self._tables.device.index, (torch.int32, torch.int64), (), num_warps=4)
+        self._new_list()
+
+    def reserve(self, other: ValueCounts) -> None:
+        """Have room for as many amax histories as another has and as many again, none of them used so far."""
+        rows, width = other._histories.shape
+        self._histories = torch.zeros(2 * rows, width, dtype=torch.float32, device=self.device)
+        self._histories[:, 0] = 1.0
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Where counts and amax histories lie: the same as long as no memory is replaced."""
+        return self._tables.data_ptr(), self._histories.data_ptr()
+
+    def restart(self) -> None:
+        """Start a new list in memory of its own, where nothing is listed."""
         self._new_list()
 
     def begin(self) -> None:
@@ -155,13 +170,9 @@ class ValueCounts:
         found: dict[str, Slots] = {}
         address = self._first_word + 8 * ROW_WORDS * item
         for name, entry in zip(casts, known[1], strict=True):
-            calls = entry.num_calls
             if entry.row is not None:
-                entry.num_calls += 1
                 self._busy.add(entry.row)
-                if calls >= entry.length:  # below 2^31, and it says the same: whether it is 0, and its place in the ring
-                    calls = entry.length + calls % entry.length
-            self._ints += (table, numel, *entry.ints, calls)
+            self._ints += (table, numel, *entry.ints)
             self._reals += entry.reals
             found[name] = {OPERAND: SlotRow(words, item, address)}
             item += 1
@@ -241,7 +252,7 @@ class ValueCounts:
     def _new_history(self, cast: Cast) -> int:
         """Return the row of a new amax history."""
         row, self._num_histories = self._num_histories, self._num_histories + 1
-        wide = max(self._histories.shape[1], 1 + (1 << max(cast.history - 1, 1).bit_length()))
+        wide = max(self._histories.shape[1], 2 + (1 << max(cast.history - 1, 1).bit_length()))
         if row == self._histories.shape[0] or wide > self._histories.shape[1]:
             grown = torch.zeros(max(16, 2 * row), wide, dtype=torch.float32, device=self.device)
             grown[:, 0] = 1.0  # the scale_inv before any amax
@@ -266,7 +277,7 @@ class ValueCounts:
 
     def _start(self, numbers: Any) -> None:
         if self._num_items:
-            longest = max(2, self._histories.shape[1] - 1)
+            longest = max(2, self._histories.shape[1] - 2)
             kernel = self._finish.get(longest)
             if kernel is None:
                 kernel = self._finish[longest] = self._new_finish(longest)

@@ -30,7 +30,7 @@ BINS = tl.constexpr(NUM_BINS)
 FIRST = tl.constexpr(FIRST_LOG2 + 127)  # exponent field of the first bin
 
 # Columns of a cast's parameters: int64 and FP32.
-NUM_INTS, NUM_REALS = 8, 3
+NUM_INTS, NUM_REALS = 7, 3
 INTS = tl.constexpr(NUM_INTS)
 REALS = tl.constexpr(NUM_REALS)
 # SCALING: where a cast's scale comes from.
@@ -190,8 +190,8 @@ def finish_kernel(
 ):  # fmt: skip
     """One program per tensor and cast, which fills a row of ``words [programs, 24]`` as ``tiling.OPERAND`` says.
 
-    ``ints``: table, elements, e5m2, rounding, scaling, history, its length, calls before this one. ``reals``: eps, margin,
-    static scale_inv. ``histories [n, 1 + LENGTH]``: scale_inv, amaxes by ring position.
+    ``ints``: table, elements, e5m2, rounding, scaling, history, its length. ``reals``: eps, margin, static scale_inv.
+    ``histories [n, 2 + LENGTH]``: scale_inv, amaxes so far less whole rounds of the ring after the first, amaxes by position.
     """
     item = tl.program_id(0)
     table = tables + tl.load(ints + item * INTS) * TABLE
@@ -222,18 +222,20 @@ def finish_kernel(
 
     scale, inv, lifted = scale_now(amax, eps, margin, e5m2, rounding)
     if scaling == SCALING_MAX or scaling == SCALING_RECENT:
-        history = histories + tl.load(ints + item * INTS + 5) * (1 + LENGTH)
+        history = histories + tl.load(ints + item * INTS + 5) * (2 + LENGTH)
         length = tl.load(ints + item * INTS + 6)
-        calls = tl.load(ints + item * INTS + 7)
+        calls = tl.load(history + 1).to(tl.int32)
         slot = tl.arange(0, LENGTH)
-        ring = tl.load(history + 1 + slot, slot < length, 0.0)
+        ring = tl.load(history + 2 + slot, slot < length, 0.0)
         latest = tl.max(tl.where(slot == (calls + length - 1) % length, ring, 0.0), axis=0)
         known = tl.where(calls == 0, amax, tl.where(scaling == SCALING_MAX, tl.max(ring, axis=0), latest))
         _, inverse, _ = scale_now(known, eps, margin, e5m2, rounding)
         inv = tl.where((known > 0.0) & (known < INF), inverse, tl.load(history))
         tl.debug_barrier()  # every thread has read
         tl.store(history, inv)
-        tl.store(history + 1 + calls % length, amax)
+        following = tl.where(calls + 1 >= 2 * length, length, calls + 1)
+        tl.store(history + 1, following.to(tl.float32))
+        tl.store(history + 2 + calls % length, amax)
     elif scaling == SCALING_STATIC:
         inv = tl.load(reals + item * REALS + 2)
     if scaling != SCALING_CURRENT:

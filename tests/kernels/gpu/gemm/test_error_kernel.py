@@ -290,7 +290,7 @@ def test_rows_of_words_join_the_state_by_their_rules() -> None:
                 group.of(value).copy_(numbers)
             words.append((layout, row, value))
             table.merge([row], [{layout: value}])
-        table._join()
+        table.join()
         on_device = [(layout, row, value.to(DEVICE)) for layout, row, value in words]
         joiner([n for layout, row, value in on_device for n in (value.data_ptr(), row, joiner.number(layout))])
     for kind, wanted in table._state.items():

@@ -1,0 +1,243 @@
+"""CUDA graphs of repetitions: a region that is repeated again and again asks of its host one launch, not thousands of ops.
+
+The first repetition of a region is eager code, the second is captured with everything that records it, and from then on it is
+replayed: its inputs and the gradients of its outputs are copied to where the graph reads them, and what it leaves in accumulators
+of its own is added to those of the step. The capture writes to no memory that anybody else may get: what it allocates is the
+graph's, and what else it writes to lives as long.
+
+A replay computes what the repetition would, but for the lines that shadow and exact GEMMs are compared on: those of the captured
+step in place of the step's own. It is used only where all that a repetition depends on is as it was when it was captured
+(:class:`Repetition`); everything else runs as eager code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from fp8debug.interruptions import is_ours
+from fp8debug.kernels.backend import gpu, why_no_kernels
+from fp8debug.kernels.torch_state import ordinary_torch, own_capture
+from fp8debug.observer.observer import Observer, Replayable
+from fp8debug.observer.table import Table
+
+#: Share of a device's memory that no allocator of torch's may hold after a graph has taken its own; with less there is none.
+FREE_SHARE = 0.1
+#: Memory of a graph as a multiple of what the forward pass of its repetition holds: gradients and casts come to it.
+MEMORY_FACTOR = 3
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+class Repetition(NamedTuple):
+    """A repetition that is about to run.
+
+    Attributes:
+        region: what it repeats, by an id.
+        name: FQN of that.
+        device: of all its tensors; None where they have not one GPU.
+        args: of the call.
+        kwargs: of the call.
+        grads: of the outputs that have one.
+        first: the first of its places in execution order.
+        state: what else it depends on; None where that is not known well enough for a graph.
+        counts: FLOPs are counted in it, by code of ours that has to run.
+        run: runs it as eager code, with such arguments and gradients.
+    """
+
+    region: int
+    name: str
+    device: torch.device | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grads: Sequence[Tensor | None]
+    first: int
+    state: Hashable
+    counts: bool
+    run: Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor | None]], None]
+
+    @property
+    def key(self) -> Hashable:
+        """What a graph is made for; None where there can be none."""
+        leaves, spec = _pytree.tree_flatten((self.args, self.kwargs))
+        found = [_described(x) for x in (*leaves, *self.grads)]
+        return None if self.state is None or None in found else (self.state, str(spec), tuple(found))
+
+
+class _Graph(NamedTuple):
+    """A captured repetition.
+
+    Attributes:
+        graph: torch's.
+        inputs: where it reads the tensors among the arguments and gradients.
+        found: what it records.
+        first: the first of its places in execution order.
+        pinned: memory that it sends from.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    found: Replayable
+    first: int
+    pinned: list[Any]
+
+
+class _Region:
+    """Repetitions of one region so far."""
+
+    def __init__(self) -> None:
+        self.key: Hashable = None  #: of the last one
+        self.graph: _Graph | None = None
+        self.step = self.replayed_at = -1  #: count of the last step that it was repeated in, and replayed in
+        self.is_eager = False  #: it never runs by a graph again
+        self.held = 0  #: bytes that its forward pass held, as eager code
+
+
+class _Accumulators:
+    """Accumulators of the replays on one device, whose memory is never replaced, and what captures share."""
+
+    def __init__(self, device: torch.device, table: Table) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.MemPool()
+        with torch.cuda.stream(self.stream):
+            self.table = table.apart()
+        torch.cuda.current_stream(device).wait_stream(self.stream)
+        self.memory = self.table.memory
+
+
+class RepetitionGraphs:
+    """Runs the repetitions of a watch, by graphs where it can.
+
+    Args:
+        observer: of the watch.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._regions: dict[int, _Region] = {}
+        self._accumulators: dict[torch.device, _Accumulators] = {}
+
+    def note_memory(self, region: int, held: int) -> None:
+        """Note how many bytes the forward pass of a repetition holds until its backward pass."""
+        self._regions[region].held = held
+
+    def remove(self) -> None:
+        """Give the graphs' memory back."""
+        self._regions.clear()
+        self._accumulators.clear()
+
+    def run(self, one: Repetition) -> None:
+        """Run a repetition, in autograd's thread of its device, and record it in the step under way."""
+        region, step = self._regions.setdefault(one.region, _Region()), self._observer.step_count
+        if region.step == step:  # microbatches: a replay does not tell the modules' probes of a first pass
+            region.is_eager, region.graph = True, None
+            if region.replayed_at == step:
+                return
+        region.step = step
+        key = None if region.is_eager or one.device is None or self._observer.on_operand is not None else one.key
+        if key is None or one.device is None or one.counts or region.key != key:
+            region.graph, region.key = None, key
+            one.run(one.args, one.kwargs, one.grads)
+            return
+        if region.graph is not None or self._capture(region, one, one.device):
+            region.replayed_at = step
+            self._replay(region, one, one.device)
+
+    def _replay(self, region: _Region, one: Repetition, device: torch.device) -> None:
+        graph, accumulators = region.graph, self._accumulators[device]
+        assert graph is not None
+        with ordinary_torch():
+            for to, x in zip(graph.inputs, _tensors(one), strict=True):
+                to.copy_(x)
+            graph.graph.replay()
+            self._observer.add(graph.found, accumulators.table, one.first - graph.first)
+
+    def _capture(self, region: _Region, one: Repetition, device: torch.device) -> bool:
+        """Capture a repetition; where that fails, nothing of the region is recorded in this step, and no graph is made later."""
+        accumulators = self._accumulators_of(device) if self._has_room(region, device) else None
+        if accumulators is None:
+            region.is_eager = True
+            one.run(one.args, one.kwargs, one.grads)
+            return False
+        try:
+            region.graph = self._captured(one, accumulators)
+        except BaseException as error:
+            region.is_eager, region.replayed_at = True, self._observer.step_count
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, accumulators.pool.id)
+            if not is_ours(error):
+                raise
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self._observer.report(
+                one.name,
+                f"not recorded at step {self._observer.step}: its repetition, which is not captured"
+                f" in a CUDA graph again, could not be ({reason})"[:300],
+                False,
+            )
+            return False
+        region.is_eager = accumulators.table.memory != accumulators.memory
+        return True
+
+    def _has_room(self, region: _Region, device: torch.device) -> bool:
+        """Return whether a graph would leave the training enough memory."""
+        free, total = torch.cuda.mem_get_info(device)
+        return free - MEMORY_FACTOR * region.held > FREE_SHARE * total
+
+    def _captured(self, one: Repetition, accumulators: _Accumulators) -> _Graph:
+        device, table, stream = accumulators.table.device, accumulators.table, accumulators.stream
+        leaves, spec = _pytree.tree_flatten((one.args, one.kwargs))
+        with ordinary_torch():
+            leaves = [_copy(x) for x in leaves]
+            grads = [None if x is None else x.detach().clone() for x in one.grads]
+        args, kwargs = _pytree.tree_unflatten(leaves, spec)
+        gpu().flush(device)
+        graph, stream_now, pinned = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), list(gpu().new_uploads())
+        stream.wait_stream(stream_now)
+        with torch.cuda.stream(stream), own_capture(pinned), gpu().pool_of_graph(device):
+            graph.capture_begin(pool=accumulators.pool.id, capture_error_mode="relaxed")
+            try:
+                with self._observer.recording_to(table) as found:
+                    with ordinary_torch():
+                        table.begin()
+                    one.run(args, kwargs, grads)
+                    with ordinary_torch():
+                        table.join()
+            finally:
+                graph.capture_end()
+        stream_now.wait_stream(stream)
+        inputs = [x for x in (*leaves, *grads) if isinstance(x, Tensor)]
+        return _Graph(graph, inputs, found, one.first, pinned)
+
+    def _accumulators_of(self, device: torch.device) -> _Accumulators | None:
+        """Return the accumulators of replays; None where no kernels of ours run, or new layouts have been added."""
+        if why_no_kernels() is not None:
+            return None
+        table, found = self._observer.table(device), self._accumulators.get(device)
+        if found is None:
+            found = self._accumulators[device] = _Accumulators(device, table)
+        return found if found.table.num_rows == table.num_rows and found.table.memory == found.memory else None
+
+
+def _tensors(one: Repetition) -> Iterable[Tensor]:
+    """Return the tensors among the arguments and gradients of a repetition."""
+    return (x for x in (*_pytree.tree_leaves((one.args, one.kwargs)), *one.grads) if isinstance(x, Tensor))
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _described(x: Any) -> Hashable:
+    """Return what of an argument a graph depends on; None where that is not known."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return (type(x), x) if isinstance(x, (*_SIMPLE, torch.dtype, torch.device)) else None
+
+
+def places_of(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
+    """Return where tensors lie, and how."""
+    return tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors)
