@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fp8debug.kernels.gpu.quantize.tile_plan import TilePlan
     from fp8debug.kernels.gpu.quantize.tiling import Statistics
     from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan
+    from fp8debug.kernels.gpu.scratch import CapturedNumbers
     from fp8debug.kernels.gpu.step_end import Joiner, StateSender
 
 #: Rows of ``slot_rows`` that a kernel filled, by their layout.
@@ -145,8 +146,12 @@ class Backend(Protocol):
         """Fill the rows of a device whose sums wait for their second stage."""
         ...
 
-    def new_uploads(self) -> Sequence[Any]:
-        """Return pinned memory for the uploads of one capture."""
+    def new_numbers(self) -> CapturedNumbers:
+        """Return what one capture sends numbers to the device by."""
+        ...
+
+    def to_device(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Return integers on a device without waiting for it; behind them may lie others."""
         ...
 
     def pool_of_graph(self, device: torch.device) -> AbstractContextManager[None]:

@@ -223,42 +223,36 @@ def is_batched(x: Tensor) -> bool:
 
 
 class _Captures(threading.local):
-    """Pinned memory for a capture of ours on this thread, which reads it at each replay; None where there is none."""
+    """Memory on the host that a capture of ours on this thread sends from; None where there is none."""
 
-    pinned: list[Any] | None = None
+    numbers: Any = None
 
 
 _CAPTURES = _Captures()
 
 
 @contextmanager
-def own_capture(pinned: list[Any]) -> Iterator[None]:
+def own_capture(numbers: Any) -> Iterator[None]:
     """Capture what follows on this thread as work of ours, which is recorded all the same; one at a time.
 
     Args:
-        pinned: memory that the capture may take to send from, each once; allocated before it, and kept as long as the graph.
+        numbers: what :func:`numbers_of_capture` returns meanwhile; it has to live as long as the graph.
     """
-    _CAPTURES.pinned = list(pinned)
+    _CAPTURES.numbers = numbers
     try:
         yield
     finally:
-        _CAPTURES.pinned = None
+        _CAPTURES.numbers = None
+
+
+def numbers_of_capture() -> Any:
+    """Return what a capture of ours on this thread sends to the device by, at each replay again; None outside of one."""
+    return _CAPTURES.numbers
 
 
 def is_own_capture() -> bool:
     """Return whether a capture of ours is under way on this thread."""
-    return _CAPTURES.pinned is not None
-
-
-def pinned_for_capture() -> Any:
-    """Return pinned memory that a capture of ours sends from at each replay.
-
-    Raises:
-        NotReplayableError: it sends more often than was expected.
-    """
-    if not _CAPTURES.pinned:
-        raise NotReplayableError("more is sent to the device than was expected")
-    return _CAPTURES.pinned.pop()
+    return _CAPTURES.numbers is not None
 
 
 class NotReplayableError(Exception):

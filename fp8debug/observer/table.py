@@ -18,7 +18,7 @@ from fp8debug.interruptions import is_ours
 from fp8debug.kernels.backend import gpu
 from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels
 from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotKey, SlotRow, Slots
-from fp8debug.kernels.torch_state import refuse_replays
+from fp8debug.kernels.torch_state import is_own_capture
 from fp8debug.metrics import Slot, slots
 from fp8debug.observer.host_copy import new_event
 
@@ -320,6 +320,11 @@ class Table:
 
     def _place(self, names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Group, tuple[Tensor, Tensor]]:
         """Return the group of some slots, and where they lie in its tensor."""
+        if is_own_capture():  # what is kept would be the graph's memory
+            places = [self.layout.places[name] for name in names]
+            columns = [c for place in places for c in range(place.start, place.stop)]
+            at, columns_of = (gpu().to_device(list(n), self.device)[: len(n)] for n in (rows, columns))
+            return places[0].group, (at[:, None], columns_of[None, :])
         if rows not in self._rows_at:
             if len(self._rows_at) == MAX_INDICES:
                 self._rows_at.clear()
@@ -335,7 +340,6 @@ class Table:
         """Return numbers as a tensor on the device, sent there without waiting."""
         index = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
-            refuse_replays("an index made on the host")
             index = index.pin_memory().to(self.device, non_blocking=True)
         return index.to(self.device)
 

@@ -160,6 +160,8 @@ def cost(row: str, name: str, size: Size, kind: str, every: int, options: argpar
     alone.milliseconds(1)
     before = counters["stats"]["unique_graphs"]
     with watched(seen, every, options):
+        if compiles and every != NOT_SAMPLING:
+            seen.milliseconds(every * (2 * options.turns + 1))  # each block is repeated once, then captured, then replayed
         first, second = in_turn([alone, seen], options)
     added = counters["stats"]["unique_graphs"] - before
     same = torch.equal(torch.stack(alone.losses[: len(seen.losses)]), torch.stack(seen.losses))

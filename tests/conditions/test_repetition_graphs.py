@@ -16,6 +16,7 @@ import fp8debug
 from fp8debug.adapters.interception import regions
 from fp8debug.adapters.interception.repetition_graphs import Repetition, RepetitionGraphs, _Graph
 from fp8debug.observer.observer import Replayable
+from fp8debug.observer.table import Table
 from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import rows
@@ -177,11 +178,21 @@ def captured(self: RepetitionGraphs, one: Repetition, accumulators: Any) -> Any:
     "name", ["any Linear", "nn.Linear", "dropout", "the whole model", "microbatches", "weights that are replaced"]
 )
 def test_the_same_where_a_cpu_runs_what_a_graph_would(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(RepetitionGraphs, "_captured", captured)
+    compare(PROGRAMS[name], tmp_path, monkeypatch, "cpu")
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have repetitions on a CPU go the way of those on a GPU, but for the capture itself."""
     cpu = torch.device("cpu")
     kept: dict[int, Any] = {}
 
     def accumulators_of(self: RepetitionGraphs, device: torch.device) -> Any:
-        table = kept.setdefault(id(self), SimpleNamespace(table=self._observer.table(cpu).apart(), memory=None))
+        if self._is_ended:
+            return None
+        new = SimpleNamespace(table=self._observer.table(cpu).apart(), memory=None, recover=lambda: None)
+        table = kept.setdefault(id(self), new)
         table.memory = table.table.memory
         self._accumulators[cpu] = table
         return table
@@ -190,5 +201,36 @@ def test_the_same_where_a_cpu_runs_what_a_graph_would(name: str, tmp_path: Path,
     monkeypatch.setattr(regions, "_allocated", lambda region: 0)
     monkeypatch.setattr(RepetitionGraphs, "_has_room", lambda self, region, device: True)
     monkeypatch.setattr(RepetitionGraphs, "_accumulators_of", accumulators_of)
-    monkeypatch.setattr(RepetitionGraphs, "_captured", captured)
-    compare(PROGRAMS[name], tmp_path, monkeypatch, "cpu")
+
+
+@pytest.mark.gpu
+def test_after_a_capture_that_failed_the_program_runs_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, join = PROGRAMS["dropout"], Table.join
+
+    def joined(self: Table) -> None:
+        join(self)
+        if torch.cuda.is_current_stream_capturing():
+            torch.ones(1, device="cuda").item()  # nothing can wait for a graph that is being captured
+
+    alone = train(program, None, "cuda")
+    monkeypatch.setattr(Table, "join", joined)
+    check_failed(train(program, tmp_path / "run", "cuda"), alone, tmp_path / "run")
+
+
+def check_failed(found: Trained, alone: Trained, path: Path) -> None:
+    assert found.losses == alone.losses and torch.equal(found.state, alone.state) and not found.num_graphs
+    assert all(torch.equal(a, b) for a, b in zip(found.gradients, alone.gradients, strict=True))
+    steps = [(row["step"], row["module"]) for row in rows(path)]
+    assert (2, "2.up") not in steps and (2, "0.up") in steps and {step for step, _ in steps} == set(range(0, STEPS, EVERY))
+    (event,) = [event for event in fp8debug.Run(path).table("events").to_pylist() if "no CUDA graph could" in event["message"]]
+    assert event["step"] == 2
+
+
+def test_where_a_capture_fails_the_others_run_as_eager_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: RepetitionGraphs, one: Repetition, accumulators: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    alone = train(PROGRAMS["any Linear"], None, "cpu")
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(RepetitionGraphs, "_captured", fail)
+    check_failed(train(PROGRAMS["any Linear"], tmp_path / "run", "cpu"), alone, tmp_path / "run")

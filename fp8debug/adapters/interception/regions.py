@@ -424,6 +424,7 @@ class Regions:
         weights = [p for module in region.modules for p in module._parameters.values() if p is not None]
         is_known = (
             region.fsdp is None
+            and self._is_whole[id(region.module)]  # Python code between graphs may wait for the device
             and not run.recorded
             and all(type(x) in _PLAIN for x in (*tensors, *buffers))
             and all(weight.grad is None for weight in weights)

@@ -76,14 +76,14 @@ class _Graph(NamedTuple):
         inputs: where it reads the tensors among the arguments and gradients.
         found: what it records.
         first: the first of its places in execution order.
-        pinned: memory that it sends from.
+        numbers: what it sends to the device.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     found: Replayable
     first: int
-    pinned: list[Any]
+    numbers: Any
 
 
 class _Region:
@@ -108,6 +108,23 @@ class _Accumulators:
         torch.cuda.current_stream(device).wait_stream(self.stream)
         self.memory = self.table.memory
 
+    def recover(self) -> None:
+        """Have torch forget a capture that failed.
+
+        Its random generator believes itself captured until a capture succeeds, and an error waits for whoever asks CUDA next.
+        """
+        device = self.table.device
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, self.pool.id)
+        for _ in range(2):
+            with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+                x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="relaxed")
+                try:
+                    x.add_(1)
+                finally:
+                    graph.capture_end()
+
 
 class RepetitionGraphs:
     """Runs the repetitions of a watch, by graphs where it can.
@@ -120,6 +137,7 @@ class RepetitionGraphs:
         self._observer = observer
         self._regions: dict[int, _Region] = {}
         self._accumulators: dict[torch.device, _Accumulators] = {}
+        self._is_ended = False  # a capture has failed
 
     def note_memory(self, region: int, held: int) -> None:
         """Note how many bytes the forward pass of a repetition holds until its backward pass."""
@@ -166,18 +184,15 @@ class RepetitionGraphs:
         try:
             region.graph = self._captured(one, accumulators)
         except BaseException as error:
-            region.is_eager, region.replayed_at = True, self._observer.step_count
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(device.index, accumulators.pool.id)
+            self._is_ended, region.replayed_at = True, self._observer.step_count
+            accumulators.recover()
             if not is_ours(error):
                 raise
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self._observer.report(
-                one.name,
-                f"not recorded at step {self._observer.step}: its repetition, which is not captured"
-                f" in a CUDA graph again, could not be ({reason})"[:300],
-                False,
+            text = (
+                f"not recorded at step {self._observer.step}: no CUDA graph could be made of it, and none is any more ({reason})"
             )
+            self._observer.report(one.name, text[:300], False)
             return False
         region.is_eager = accumulators.table.memory != accumulators.memory
         return True
@@ -195,9 +210,9 @@ class RepetitionGraphs:
             grads = [None if x is None else x.detach().clone() for x in one.grads]
         args, kwargs = _pytree.tree_unflatten(leaves, spec)
         gpu().flush(device)
-        graph, stream_now, pinned = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), list(gpu().new_uploads())
+        graph, stream_now, numbers = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), gpu().new_numbers()
         stream.wait_stream(stream_now)
-        with torch.cuda.stream(stream), own_capture(pinned), gpu().pool_of_graph(device):
+        with torch.cuda.stream(stream), own_capture(numbers), gpu().pool_of_graph(device):
             graph.capture_begin(pool=accumulators.pool.id, capture_error_mode="relaxed")
             try:
                 with self._observer.recording_to(table) as found:
@@ -210,11 +225,11 @@ class RepetitionGraphs:
                 graph.capture_end()
         stream_now.wait_stream(stream)
         inputs = [x for x in (*leaves, *grads) if isinstance(x, Tensor)]
-        return _Graph(graph, inputs, found, one.first, pinned)
+        return _Graph(graph, inputs, found, one.first, numbers)
 
     def _accumulators_of(self, device: torch.device) -> _Accumulators | None:
         """Return the accumulators of replays; None where no kernels of ours run, or new layouts have been added."""
-        if why_no_kernels() is not None:
+        if self._is_ended or why_no_kernels() is not None:
             return None
         table, found = self._observer.table(device), self._accumulators.get(device)
         if found is None:

@@ -21,7 +21,7 @@ from fp8debug.kernels.gpu.quantize.quantize import supports as takes_cast
 from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, new_outputs
 from fp8debug.kernels.gpu.quantize.two_way_plan import two_way_plan_of
-from fp8debug.kernels.gpu.scratch import flush, new_uploads, pool_of_graph
+from fp8debug.kernels.gpu.scratch import CapturedNumbers, flush, pool_of_graph, to_device
 from fp8debug.kernels.gpu.step_end import Joiner, StateSender, send_number
 
 __all__ = [
@@ -39,9 +39,9 @@ __all__ = [
     "flush",
     "gemm",
     "new_joiner",
+    "new_numbers",
     "new_outputs",
     "new_sender",
-    "new_uploads",
     "new_value_counts",
     "next_scale_inv",
     "observe",
@@ -56,9 +56,11 @@ __all__ = [
     "takes_cast",
     "takes_low_bit",
     "takes_scales",
+    "to_device",
     "two_way_plan_of",
 ]
 
 new_value_counts = ValueCounts
 new_joiner = Joiner
+new_numbers = CapturedNumbers
 new_sender = StateSender

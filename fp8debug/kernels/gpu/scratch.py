@@ -21,7 +21,7 @@ from fp8debug.kernels.gpu import deferred as tl
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, address
 from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
-from fp8debug.kernels.torch_state import NotReplayableError, is_own_capture, pinned_for_capture
+from fp8debug.kernels.torch_state import NotReplayableError, numbers_of_capture
 
 #: Rows that are allocated together.
 ROWS = 256
@@ -29,8 +29,8 @@ ROWS = 256
 SPACE = 1 << 10 if INTERPRETED else 1 << 19
 #: Integers that an upload holds at least: what a step of the usual model leaves for its end.
 MIN_UPLOAD = 1 << 12
-#: Uploads that one capture may hold: what a layer's repetition joins, in a few parts.
-NUM_CAPTURED = 16
+#: Integers that one capture may send, 1 MiB: a layer's repetition sends some 10,000.
+MAX_CAPTURED = 1 << 17
 
 
 #: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.
@@ -67,22 +67,32 @@ class PinnedUpload:
 
     def send(self, numbers: list[int], device: torch.device) -> Tensor:
         """Return integers on the device, which is the current one; behind them may lie others."""
-        found = self.captured(numbers, device)
+        self._array[: len(numbers)] = array("q", numbers)
+        found = torch.empty(self.size, dtype=torch.int64, device=device)
+        found.copy_(self._memory, non_blocking=True)
         self._left.record()
         return found
 
-    def captured(self, numbers: list[int], device: torch.device) -> Tensor:
-        """Return what :meth:`send` does, for a graph that sends it at each replay: this memory is not used again.
+
+class CapturedNumbers:
+    """Pinned memory that a capture sends from, each part of it once: a graph reads it at each replay."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(MAX_CAPTURED, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
+        self._array, self._used = self._memory.numpy(), 0
+
+    def send(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Return integers on the device, which is the current one.
 
         Raises:
             NotReplayableError: there are more than it holds.
         """
-        if len(numbers) > self.size:
+        first, stop = self._used, self._used + len(numbers)
+        if stop > MAX_CAPTURED:
             raise NotReplayableError("more is sent to the device than was expected")
-        self._array[: len(numbers)] = array("q", numbers)
-        found = torch.empty(self.size, dtype=torch.int64, device=device)
-        found.copy_(self._memory, non_blocking=True)
-        return found
+        self._array[first:stop], self._used = array("q", numbers), stop
+        found = torch.empty(len(numbers), dtype=torch.int64, device=device)
+        return found.copy_(self._memory[first:stop], non_blocking=True)
 
 
 #: Those of each device, the one that was sent first in front.
@@ -93,8 +103,9 @@ def to_device(numbers: list[int], device: torch.device) -> Tensor:
     """Return integers as int64 on a device, which is the current one, without waiting for it; behind them may lie others."""
     if device.type != "cuda":
         return torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    if is_own_capture():
-        return cast("PinnedUpload", pinned_for_capture()).captured(numbers, device)
+    captured = numbers_of_capture()
+    if captured is not None:
+        return cast("CapturedNumbers", captured).send(numbers, device)
     uploads, upload = _UPLOADS.setdefault(device, deque()), None
     with suppress(IndexError):
         upload = uploads.popleft()  # no other thread has it meanwhile
@@ -123,11 +134,6 @@ def start(tasks: Sequence[Task], device: torch.device) -> None:
     first = address(sent)
     for place, (_, run) in zip(places, tasks, strict=True):
         run(first[place:] if INTERPRETED else first + 8 * place)
-
-
-def new_uploads() -> list[PinnedUpload]:
-    """Return memory for the uploads of one capture."""
-    return [PinnedUpload(2 * MIN_UPLOAD) for _ in range(NUM_CAPTURED)]
 
 
 def current_stream(
