@@ -86,7 +86,7 @@ class _Graph(NamedTuple):
     numbers: Any
 
 
-class _Region:
+class _RepeatedRegion:
     """Repetitions of one region so far."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class RepetitionGraphs:
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._regions: dict[int, _Region] = {}
+        self._regions: dict[int, _RepeatedRegion] = {}
         self._accumulators: dict[torch.device, _Accumulators] = {}
         self._is_ended = False  # a capture has failed
 
@@ -150,7 +150,7 @@ class RepetitionGraphs:
 
     def run(self, one: Repetition) -> None:
         """Run a repetition, in autograd's thread of its device, and record it in the step under way."""
-        region, step = self._regions.setdefault(one.region, _Region()), self._observer.step_count
+        region, step = self._regions.setdefault(one.region, _RepeatedRegion()), self._observer.step_count
         if region.step == step:  # microbatches: a replay does not tell the modules' probes of a first pass
             region.is_eager, region.graph = True, None
             if region.replayed_at == step:
@@ -165,7 +165,7 @@ class RepetitionGraphs:
             region.replayed_at = step
             self._replay(region, one, one.device)
 
-    def _replay(self, region: _Region, one: Repetition, device: torch.device) -> None:
+    def _replay(self, region: _RepeatedRegion, one: Repetition, device: torch.device) -> None:
         graph, accumulators = region.graph, self._accumulators[device]
         assert graph is not None
         with ordinary_torch():
@@ -174,7 +174,7 @@ class RepetitionGraphs:
             graph.graph.replay()
             self._observer.add(graph.found, accumulators.table, one.first - graph.first)
 
-    def _capture(self, region: _Region, one: Repetition, device: torch.device) -> bool:
+    def _capture(self, region: _RepeatedRegion, one: Repetition, device: torch.device) -> bool:
         """Capture a repetition; where that fails, nothing of the region is recorded in this step, and no graph is made later."""
         accumulators = self._accumulators_of(device) if self._has_room(region, device) else None
         if accumulators is None:
@@ -197,7 +197,7 @@ class RepetitionGraphs:
         region.is_eager = accumulators.table.memory != accumulators.memory
         return True
 
-    def _has_room(self, region: _Region, device: torch.device) -> bool:
+    def _has_room(self, region: _RepeatedRegion, device: torch.device) -> bool:
         """Return whether a graph would leave the training enough memory."""
         free, total = torch.cuda.mem_get_info(device)
         return free - MEMORY_FACTOR * region.held > FREE_SHARE * total
