@@ -7,7 +7,8 @@ graph's, and what else it writes to lives as long.
 
 A replay computes what the repetition would, but for the lines that shadow and exact GEMMs are compared on: those of the captured
 step in place of the step's own. It is used only where all that a repetition depends on is as it was when it was captured
-(:class:`Repetition`); everything else runs as eager code.
+(:class:`Repetition`); everything else runs as eager code, and so does a region from then on whose
+graph could not be used.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ class RepetitionGraphs:
         region.step = step
         key = None if region.is_eager or one.device is None or self._observer.on_operand is not None else one.key
         if key is None or one.device is None or one.counts or region.key != key:
+            region.is_eager |= region.graph is not None  # its weights or shapes have changed, and may again
             region.graph, region.key = None, key
             one.run(one.args, one.kwargs, one.grads)
             return
