@@ -126,7 +126,7 @@ class Table:
         self._numbers: dict[SlotKey, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
         self.lost = ""  # why rows that waited were lost; empty when none were
         self._rows_at: dict[tuple[int, ...], Tensor] = {}
-        self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
+        self._columns_at: dict[tuple[int, ...], Tensor] = {}
         self._free = [self._pinned() for _ in range(num_pinned)] if device.type == "cuda" else []
         self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._value_counts: Any = None
@@ -320,21 +320,17 @@ class Table:
 
     def _place(self, names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Group, tuple[Tensor, Tensor]]:
         """Return the group of some slots, and where they lie in its tensor."""
+        places = [self.layout.places[name] for name in names]
+        columns = tuple(c for place in places for c in range(place.start, place.stop))
         if is_own_capture():  # what is kept would be the graph's memory
-            places = [self.layout.places[name] for name in names]
-            columns = [c for place in places for c in range(place.start, place.stop)]
-            at, columns_of = (gpu().to_device(list(n), self.device)[: len(n)] for n in (rows, columns))
-            return places[0].group, (at[:, None], columns_of[None, :])
-        if rows not in self._rows_at:
-            if len(self._rows_at) == MAX_INDICES:
-                self._rows_at.clear()
-            self._rows_at[rows] = self._index(rows)[:, None]
-        if names not in self._columns_at:
-            places = [self.layout.places[name] for name in names]
-            columns = tuple(c for place in places for c in range(place.start, place.stop))
-            self._columns_at[names] = places[0].group, self._index(columns)[None, :]
-        group, columns_at = self._columns_at[names]
-        return group, (self._rows_at[rows], columns_at)
+            at, columns_at = (gpu().to_device(list(numbers), self.device)[: len(numbers)] for numbers in (rows, columns))
+            return places[0].group, (at[:, None], columns_at[None, :])
+        for kept, numbers in ((self._rows_at, rows), (self._columns_at, columns)):
+            if numbers not in kept:
+                if len(kept) == MAX_INDICES:
+                    kept.clear()
+                kept[numbers] = self._index(numbers)
+        return places[0].group, (self._rows_at[rows][:, None], self._columns_at[columns][None, :])
 
     def _index(self, numbers: tuple[int, ...]) -> Tensor:
         """Return numbers as a tensor on the device, sent there without waiting."""

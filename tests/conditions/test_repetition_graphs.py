@@ -126,8 +126,8 @@ def compare(program: Program, path: Path, monkeypatch: pytest.MonkeyPatch, devic
     found, wanted = rows(path / "replayed"), rows(path / "eager")
     assert {row["step"] for row in found} == set(range(0, STEPS, EVERY))
     assert len(found) == len(wanted)
-    for row, other in zip(found, wanted, strict=True):
-        differing = {name for name in row if row[name] != other[name] and row[name] == row[name]}
+    for row, expected in zip(found, wanted, strict=True):
+        differing = {name for name in row if row[name] != expected[name] and row[name] == row[name]}
         if "delayed" in row["cast_name"]:  # the replays' amax histories begin at the capture
             differing &= {"numel", "num_zero", "num_nan", "num_inf", "amax", "amin"}
         assert not differing, (row["step"], row["module"], row["gemm"], row["tensor"], row["cast_name"], row["reference"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -102,8 +102,9 @@ class _Accumulators:
     """Accumulators of the replays on one device, whose memory is never replaced, and what captures share."""
 
     def __init__(self, device: torch.device, table: Table) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.MemPool()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._memory = torch.cuda.MemPool()
+        self.pool = cast("Any", self._memory.id)
         with torch.cuda.stream(self.stream):
             self.table = table.apart()
         torch.cuda.current_stream(device).wait_stream(self.stream)
@@ -116,9 +117,9 @@ class _Accumulators:
         """
         device = self.table.device
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device.index, self.pool.id)
+            torch._C._cuda_endAllocateToPool(device.index, self.pool)
         for _ in range(2):
-            with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):
+            with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                 x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="relaxed")
                 try:
@@ -215,7 +216,7 @@ class RepetitionGraphs:
         graph, stream_now, numbers = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), gpu().new_numbers()
         stream.wait_stream(stream_now)
         with torch.cuda.stream(stream), own_capture(numbers), gpu().pool_of_graph(device):
-            graph.capture_begin(pool=accumulators.pool.id, capture_error_mode="relaxed")
+            graph.capture_begin(pool=accumulators.pool, capture_error_mode="relaxed")
             try:
                 with self._observer.recording_to(table) as found:
                     with ordinary_torch():
