@@ -104,7 +104,7 @@ def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, sc
     relative, smallest = _relative_error(cast), FORMATS[cast.format].min_subnormal * scale_inv
     lost = 0.0
     for place, count in enumerate(histogram):
-        x = min(2.0 ** (FIRST_LOG2 + place + 1), amax)
+        x = min(2.0 ** (FIRST_LOG2 + place + 1), amax) if place < len(histogram) - 1 else amax  # the last has all beyond
         spread = max((relative * x) ** 2, (smallest / 2) ** 2)
         if cast.rounding == "stochastic":
             lost += count * max((relative * x) ** 2, min(smallest * x, (smallest / 2) ** 2))

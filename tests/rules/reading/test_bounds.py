@@ -41,6 +41,14 @@ def test_no_correct_cast_lies_below_its_bounds(name: str, cast: Cast) -> None:
     assert sqnr >= _floor(cast, found)
 
 
+@pytest.mark.parametrize("size_log2", [-120, -40, 18, 25, 80])
+@pytest.mark.parametrize("cast", [cast for cast in _casts() if FORMATS[cast.format].bits < 8], ids=str)
+def test_tensors_beyond_the_histogram_keep_their_bound(cast: Cast, size_log2: int) -> None:
+    torch.manual_seed(0)
+    found = fp8debug.measure(torch.randn(96, 128) * 2.0**size_log2, cast)
+    assert float(str(found["sqnr_db"])) >= _floor(cast, found)
+
+
 def test_the_magnitudes_of_a_tensor_bound_a_square_block_of_four_bits() -> None:
     torch.manual_seed(0)
     (cast,) = (c for c in _casts() if c.granularity == "16x16")
