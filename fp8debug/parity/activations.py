@@ -1,7 +1,7 @@
-"""Which activation function a module computes, told by its input and output: GELU by erf or by tanh, SiLU, ReLU and others.
+"""Activation functions by name: the formula that a module's input and output follow (GELU by erf or by tanh, SiLU, ReLU).
 
-Legend: x input, y output; f and g formulas. Of N elements, f is better than g where the mean of (y - g(x))^2 - (y - f(x))^2 is
-above zero by MIN_Z standard errors.
+Legend: x input, y output; f and g formulas. f is named where the sum of (y - f(x))^2 is at most MAX_ERROR of that of y^2, and for
+each other g below MAX_SHARE of that of (f(x) - g(x))^2: roundings as large as the distance of two formulas cannot tell them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-#: Classes of modules that are asked.
+#: Classes of modules that are activation functions.
 _KIND = re.compile(r"(?i).*(?:gelu|silu|swish|relu|activation|sigmoid|mish)\w*")
-#: Standard errors by which one formula has to be better than each other.
-MIN_Z = 8.0
-#: Largest error of a formula that is one's own: several roundings to BF16 in a row.
+#: Largest error of the output from its own formula: several roundings to BF16 in a row.
 MAX_ERROR = 1e-4
-#: Elements that are asked.
+#: Part that this error lies below of the distance to each other formula.
+MAX_SHARE = 0.1
+#: Distinct values of x, at least: a few roundings can agree with another formula by chance.
+MIN_VALUES = 64
+#: Elements that are compared, at most.
 MAX_ELEMENTS = 1 << 16
 _erf = np.vectorize(erf, otypes=[np.float64])
 
@@ -50,17 +52,14 @@ def function_of(kind: str, x: Array | None, y: Array | None) -> str | None:
     if x is None or y is None or x.shape != y.shape or not x.size or _KIND.fullmatch(kind) is None:
         return None
     step = max(1, x.size // MAX_ELEMENTS)
-    given, made = x.ravel()[::step].astype(np.float64), y.ravel()[::step].astype(np.float64)
+    given, first = np.unique(x.ravel()[::step].astype(np.float64), return_index=True)
+    made = y.ravel()[::step].astype(np.float64)[first]
     size = float((made * made).sum())
-    if not (size > 0 and np.isfinite(size) and np.isfinite(given).all()):
+    if given.size < MIN_VALUES or not (size > 0 and np.isfinite(size) and np.isfinite(given).all()):
         return None
     with np.errstate(all="ignore"):
-        errors = {name: (made - formula(given)) ** 2 for name, formula in FORMULAS.items()}
-    best = min(errors, key=lambda name: float(errors[name].sum()))
-    if not float(errors[best].sum()) <= MAX_ERROR * size:
-        return None
-    for name, error in errors.items():
-        more = error - errors[best]
-        if name != best and not float(more.mean()) * sqrt(more.size) > MIN_Z * float(more.std()):
-            return None
-    return best
+        values = {name: formula(given) for name, formula in FORMULAS.items()}
+        errors = {name: float(((made - value) ** 2).sum()) for name, value in values.items()}
+        best = min(errors, key=lambda name: errors[name])
+        distances = [float(((values[best] - value) ** 2).sum()) for name, value in values.items() if name != best]
+    return best if errors[best] <= MAX_ERROR * size and errors[best] < MAX_SHARE * min(distances) else None
