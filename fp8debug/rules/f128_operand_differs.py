@@ -79,7 +79,8 @@ class OperandDiffers(Rule):
         - margin_db 0.1: how far below the closed-form bound of the cast an operand must lie; FP32 rounding of the sums is
           1e-6 dB. The bound follows from the format's mantissa bits; numerics.md, 4.
           In formats of less than 8 bits, whose blocks of 16x16 elements that bound leaves at 3 dB, it follows from the
-          histogram of magnitudes and the largest scale (every element the largest of its bin).
+          histogram of magnitudes and the largest scale (every element the largest of its bin); under stochastic rounding a
+          sound tensor lies below it with a probability of 1e-9 (Bernstein's inequality).
         - max_element_error 1.1: of element-differs, in that half distance; 1 in closed form, with room for a kernel that casts
           from more bits than BF16 keeps (2^-9 of a value is 0.06 of it).
         - max_headroom 1.002: of element-differs, amax over what its block's scale holds, below which nothing clips: 1 by

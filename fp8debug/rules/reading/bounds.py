@@ -23,6 +23,8 @@ _ELEMENTS = 2**20
 _SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
 #: Share of the energy that a bound leaves out: what E4M3's subnormals add.
 _NEGLIGIBLE = 1e-4
+#: -ln of the probability by which a sum of errors that are made at random lies beyond its bound: 1e-9.
+_CHANCE = 20.7
 
 
 #: SQL: the block scales are rounded to nearest (E4M3's, of NVFP4), so that the amax of every other block clips a little.
@@ -62,7 +64,8 @@ def cast_floor_db(cast: Cast) -> float:
     others = rows * columns - 1 if rows and columns else _ELEMENTS
     smallest = _SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
     lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
-    return -10 * math.log10(_relative_error(cast) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - _chance_db(cast)
+    chance = 1.0 if cast.rounding == "stochastic" else 0.0
+    return -10 * math.log10(_relative_error(cast) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance
 
 
 def _relative_error(cast: Cast) -> float:
@@ -74,17 +77,16 @@ def _relative_error(cast: Cast) -> float:
     return max(rounding, clipping)
 
 
-def _chance_db(cast: Cast) -> float:
-    return 1.0 if cast.rounding == "stochastic" else 0.0
-
-
 def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, scale_inv: float, energy: float) -> float:
     """Return the lowest SQNR, in dB, that a correct cast can give the tensor of these magnitudes.
 
     Each element counts as the largest of its bin, x. A normal value changes by at most its relative error r x, one in the
     subnormals by half the smallest value under the largest scale, s / 2, and rounding to nearest changes none by more than x:
 
-        sum of min(x^2, max((r x)^2, (s / 2)^2))    at random: max((r x)^2, min(s x, (s / 2)^2))
+        sum of min(x^2, max((r x)^2, (s / 2)^2))    at random: u = max((r x)^2, min(s x, (s / 2)^2))
+
+    What is rounded at random has the mean u of its squared error, at most the square of a spacing, v, so that the sum is beyond
+    sum u + sqrt(2 t sum u v) + 2 t max v / 3 with a probability of exp(-t) at most (Bernstein's inequality).
 
     That is far above :func:`cast_floor_db` where a block has many elements of few bits, which bounds every tensor. A Hadamard
     transform makes other magnitudes, and E4M3 block scales with none over them may be subnormal, so that they clip more: there,
@@ -102,15 +104,18 @@ def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, sc
     if histogram is None or cast.hadamard or may_clip or not energy or not math.isfinite(scale_inv):
         return -math.inf
     relative, smallest = _relative_error(cast), FORMATS[cast.format].min_subnormal * scale_inv
-    lost = 0.0
+    step = 2.0 ** -FORMATS[cast.format].mantissa_bits
+    lost = variance = largest = 0.0
     for place, count in enumerate(histogram):
         x = min(2.0 ** (FIRST_LOG2 + place + 1), amax) if place < len(histogram) - 1 else amax  # the last has all beyond
-        spread = max((relative * x) ** 2, (smallest / 2) ** 2)
         if cast.rounding == "stochastic":
-            lost += count * max((relative * x) ** 2, min(smallest * x, (smallest / 2) ** 2))
+            mean, most = max((relative * x) ** 2, min(smallest * x, (smallest / 2) ** 2)), max(step * x, smallest) ** 2
+            lost, variance = lost + count * mean, variance + count * mean * most
+            largest = max(largest, most if count else 0.0)
         else:
-            lost += count * min(x * x, spread)
-    return -10 * math.log10(lost / energy) - _chance_db(cast) if lost else -math.inf
+            lost += count * min(x * x, max((relative * x) ** 2, (smallest / 2) ** 2))
+    lost += math.sqrt(2 * _CHANCE * variance) + 2 / 3 * _CHANCE * largest
+    return -10 * math.log10(lost / energy) if lost else -math.inf
 
 
 def one_scale_db(fmt: Format, histogram: Sequence[int], amax: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "outliers": lambda: torch.randn(96, 128) * torch.randn(96, 128).exp2() ** 4,
     "tiny rows": lambda: torch.randn(96, 128) * torch.logspace(-6, 0, 96)[:, None],
     "all but flushed": lambda: torch.where(torch.rand(96, 128) < 1 / 64, 6.0, 0.24),
+    "single elements": lambda: torch.randn(96, 128) * torch.nn.functional.one_hot(torch.randint(0, 128, (96,)), 128),
+    "a row among tiny ones": lambda: torch.randn(96, 128) * torch.randn(96, 1).mul(4).exp(),
     "zero blocks": lambda: torch.randn(96, 128) * (torch.arange(128) < 64),
 }
 
@@ -33,12 +36,12 @@ def _casts() -> Iterator[Cast]:
 @pytest.mark.parametrize("cast", list(_casts()), ids=str)
 @pytest.mark.parametrize("name", TENSORS)
 def test_no_correct_cast_lies_below_its_bounds(name: str, cast: Cast) -> None:
-    torch.manual_seed(0)
-    found = fp8debug.measure(TENSORS[name](), cast)
-    sqnr = found["sqnr_db"]
-    assert isinstance(sqnr, float)
-    assert sqnr >= cast_floor_db(cast)
-    assert sqnr >= _floor(cast, found)
+    for seed in range(16 if cast.rounding == "stochastic" else 1):
+        torch.manual_seed(seed)
+        found = fp8debug.measure(TENSORS[name](), replace(cast, seed=seed))
+        sqnr = found["sqnr_db"]
+        if sqnr is not None:  # no error at all
+            assert float(str(sqnr)) >= max(cast_floor_db(cast), _floor(cast, found)), seed
 
 
 @pytest.mark.parametrize("size_log2", [-120, -40, 18, 25, 80])
@@ -47,6 +50,22 @@ def test_tensors_beyond_the_histogram_keep_their_bound(cast: Cast, size_log2: in
     torch.manual_seed(0)
     found = fp8debug.measure(torch.randn(96, 128) * 2.0**size_log2, cast)
     assert float(str(found["sqnr_db"])) >= _floor(cast, found)
+
+
+def test_few_elements_that_are_rounded_at_random_may_all_have_bad_luck() -> None:
+    for seed in range(300):
+        torch.manual_seed(seed)
+        x = torch.nn.functional.one_hot(torch.randint(0, 32, (32,)), 32) * torch.randn(32, 1).mul(3).exp()
+        cast = Cast(
+            format="e2m1fn",
+            granularity="32x1",
+            scale_rounding="pow2_ceil",
+            scale_format="e8m0",
+            rounding="stochastic",
+            seed=seed,
+        )
+        found = fp8debug.measure(x, cast)
+        assert found["sqnr_db"] is None or float(str(found["sqnr_db"])) >= _floor(cast, found), seed
 
 
 def test_the_magnitudes_of_a_tensor_bound_a_square_block_of_four_bits() -> None:
