@@ -260,7 +260,11 @@ class NotReplayableError(Exception):
 
 
 def refuse_replays(what: str) -> None:
-    """Raise where a capture of ours on this thread reads state of the host that changes from step to step."""
+    """Raise where a capture of ours is under way on this thread, for what a replay would not do as the host does it.
+
+    Such are reads of state of the host that changes from step to step, and memory that takes the place of other memory, which
+    earlier graphs use.
+    """
     if is_own_capture():
         raise NotReplayableError(what)
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
+from fp8debug.kernels.torch_state import refuse_replays
 from fp8debug.observer.host_copy import HostScalar
 from fp8debug.observer.sharding import TensorShard
 from fp8debug.observer.table import MIN_JOINED, Snapshot, Table
@@ -296,8 +297,14 @@ class Observer:
         """Return the accumulators of a device, and what its rows are that the step under way has recorded something in."""
         found = self._filled.get(device)
         if found is None:
+            refuse_replays("tensors on another device")
             found = self._filled[device] = self.table(device), {}
         return found
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Those that have accumulators."""
+        return set(self._tables)
 
     def table(self, device: torch.device) -> Table:
         """Return the accumulators of a device."""

@@ -18,7 +18,7 @@ from fp8debug.interruptions import is_ours
 from fp8debug.kernels.backend import gpu
 from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels
 from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotKey, SlotRow, Slots
-from fp8debug.kernels.torch_state import is_own_capture
+from fp8debug.kernels.torch_state import is_own_capture, refuse_replays
 from fp8debug.metrics import Slot, slots
 from fp8debug.observer.host_copy import new_event
 
@@ -140,6 +140,7 @@ class Table:
         """Counts of values, from which many casts are computed at once (``kernels/gpu/describe/value_counts.py``), at the latest
         when their rows are joined."""
         if self._value_counts is None:
+            refuse_replays("what-if casts that no earlier step has recorded")
             self._value_counts = new_value_counts(self.device)
         return self._value_counts
 
@@ -152,17 +153,16 @@ class Table:
             found.value_counts.reserve(self._value_counts)
         return found
 
-    @property
-    def memory(self) -> tuple[object, ...]:
-        """Where what is written besides the rows lies: the same as long as no memory is replaced."""
-        return (
-            len(self._numbers),
-            None if self._joiner is None else self._joiner.memory,
-            None if self._value_counts is None else self._value_counts.memory,
-        )
+    def has_room_for(self, other: Table) -> bool:
+        """Return whether all that another table has recorded so far fits in this one without memory that is replaced."""
+        if self.num_rows != other.num_rows or not other._numbers.keys() <= self._numbers.keys():
+            return False
+        counts = other._value_counts
+        return counts is None or (self._value_counts is not None and bool(self._value_counts.has_room_for(counts)))
 
     def begin(self) -> None:
         """Set all rows to neutral on the device, to be filled anew by what follows."""
+        self._waiting, self._listed = {}, []  # of a capture that failed
         for (_, merge), state in self._state.items():
             state.fill_(_NEUTRAL[merge])
         if self._value_counts is not None:

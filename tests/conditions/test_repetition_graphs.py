@@ -191,11 +191,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def accumulators_of(self: RepetitionGraphs, device: torch.device) -> Any:
         if self._is_ended:
             return None
-        new = SimpleNamespace(table=self._observer.table(cpu).apart(), memory=None, recover=lambda: None)
-        table = kept.setdefault(id(self), new)
-        table.memory = table.table.memory
-        self._accumulators[cpu] = table
-        return table
+        nothing = dict.fromkeys(("recover", "begin_replay", "retire", "release", "close"), lambda *graph: None)
+        found = kept.setdefault(id(self), SimpleNamespace(table=self._observer.table(cpu).apart(), **nothing))
+        self._accumulators[cpu] = found
+        return found
 
     monkeypatch.setattr(regions._Region, "gpu", cpu)
     monkeypatch.setattr(regions, "_allocated", lambda region: 0)

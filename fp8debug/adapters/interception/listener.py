@@ -32,7 +32,15 @@ from fp8debug.adapters.interception.gemm_flops import FLOPS, GemmCounter, is_of_
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import FORMAT_OF
-from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_of_cuda_graph, ordinary_torch, set_modes
+from fp8debug.kernels.torch_state import (
+    TorchState,
+    active_modes,
+    is_capturing,
+    is_of_cuda_graph,
+    is_own_capture,
+    ordinary_torch,
+    set_modes,
+)
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
@@ -179,7 +187,7 @@ class Scope(NamedTuple):
                 take(*args)
         except BaseException as error:
             before.restore()
-            if not is_ours(error):
+            if not is_ours(error) or is_own_capture():
                 raise
             self.fail(error)
 
@@ -389,7 +397,7 @@ class Listener(TorchDispatchMode):
                 on_gemm(gemm)  # in the program's gradient mode, which tells evaluation from training
         except BaseException as error:
             before.restore()
-            if not is_ours(error):
+            if not is_ours(error) or is_own_capture():
                 raise
             scope.fail(error)
 

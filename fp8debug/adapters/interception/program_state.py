@@ -13,12 +13,14 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 #: Objects that are looked at; with more the program is not known well enough to run twice.
 MAX_OBJECTS = 100_000
 _LIBRARIES = frozenset({"torch", "torchao", "torchvision", "triton", "transformer_engine", "numpy", "fp8debug", "builtins"})
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), CodeType)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), CodeType, np.generic, torch.dtype, torch.device)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _Undo = Callable[[], None]
 
@@ -35,7 +37,7 @@ class ProgramState:
 
     Attributes:
         tensors: those among it.
-        values: the numbers, texts and the like among it, in the order of the search.
+        values: the numbers, texts and the like among it, in the order of the search, and where that meets an object again, which.
 
     Raises:
         TooManyObjectsError: more than :data:`MAX_OBJECTS` are reached.
@@ -45,7 +47,7 @@ class ProgramState:
         self.tensors: list[Tensor] = []
         self.values: list[Hashable] = []
         self._undo: list[_Undo] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}  # number of an object by its id
         self._kept: list[Any] = []  # alive, so that no other object gets the id of one that was seen
         self._left: deque[Any] = deque(modules)
         while self._left:
@@ -62,10 +64,11 @@ class ProgramState:
             self.values.append(x)
             return
         if id(x) in self._seen:
+            self.values.append((self._seen[id(x)],))
             return
         if len(self._seen) >= MAX_OBJECTS:
             raise TooManyObjectsError(f"its functions reach more than {MAX_OBJECTS:,} objects, which a second run might change")
-        self._seen.add(id(x))
+        self._seen[id(x)] = len(self._seen)
         self._kept.append(x)
         if isinstance(x, Tensor):
             self.tensors.append(x)

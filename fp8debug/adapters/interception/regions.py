@@ -419,18 +419,22 @@ class Regions:
     def _state_of(self, before: _CallState, run: _Repetition) -> Hashable:
         """Return what a repetition depends on besides its arguments; None where it depends on more."""
         region = before.region
-        tensors = [x for what, x, _ in before.versions if what != "its input"]
+        tensors = [x for what, x, _ in before.versions if what not in ("its input", "a parameter")]
         buffers = [b for module in region.modules for b in module._buffers.values() if b is not None]
         weights = [p for module in region.modules for p in module._parameters.values() if p is not None]
         is_known = (
-            region.fsdp is None
+            region.gpu is not None
+            and region.fsdp is None
             and self._is_whole[id(region.module)]  # Python code between graphs may wait for the device
             and not run.recorded
-            and all(type(x) in _PLAIN for x in (*tensors, *buffers))
+            and all(type(x) in _PLAIN and x.layout is torch.strided for x in (*tensors, *buffers, *weights))
             and all(weight.grad is None for weight in weights)
         )
-        modes = tuple(module.training for module in region.modules)
-        return (places_of((*tensors, *buffers)), tuple(before.values), modes, tuple(run.autocast)) if is_known else None
+        if not is_known:
+            return None
+        modes = tuple((id(module), module.training) for module in region.module.modules())
+        places = places_of((*tensors, *buffers, *weights))
+        return places, tuple(before.values), modes, tuple(run.autocast), self._observer.has_fp8
 
     def _set_unowned(self, gemms: dict[str, int]) -> None:
         """Count GEMMs that belong to no watched module as before a region's call: its own are recorded, or were."""

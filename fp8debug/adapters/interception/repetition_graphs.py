@@ -3,7 +3,8 @@
 The first repetition of a region is eager code, the second is captured with everything that records it, and from then on it is
 replayed: its inputs and the gradients of its outputs are copied to where the graph reads them, and what it leaves in accumulators
 of its own is added to those of the step. The capture writes to no memory that anybody else may get: what it allocates is the
-graph's, and what else it writes to lives as long.
+graph's, and what else it writes to lives as long: where a capture would replace such memory, it ends. A graph that is given up
+lives until the device has run its replays, which read memory of the host.
 
 A replay computes what the repetition would, but for the lines that shadow and exact GEMMs are compared on: those of the captured
 step in place of the step's own. It is used only where all that a repetition depends on is as it was when it was captured
@@ -13,8 +14,9 @@ graph could not be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils import _pytree
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.backend import gpu, why_no_kernels
 from fp8debug.kernels.torch_state import ordinary_torch, own_capture
+from fp8debug.observer.host_copy import new_event
 from fp8debug.observer.observer import Observer, Replayable
 from fp8debug.observer.table import Table
 
@@ -65,7 +68,7 @@ class Repetition(NamedTuple):
     def key(self) -> Hashable:
         """What a graph is made for; None where there can be none."""
         leaves, spec = _pytree.tree_flatten((self.args, self.kwargs))
-        found = [_described(x) for x in (*leaves, *self.grads)]
+        found = [_described(x, self.device) for x in (*leaves, *self.grads)]
         return None if self.state is None or None in found else (self.state, str(spec), tuple(found))
 
 
@@ -93,6 +96,7 @@ class _RepeatedRegion:
     def __init__(self) -> None:
         self.key: Hashable = None  #: of the last one
         self.graph: _Graph | None = None
+        self.device: torch.device | None = None  #: of the graph
         self.step = self.replayed_at = -1  #: count of the last step that it was repeated in, and replayed in
         self.is_eager = False  #: it never runs by a graph again
         self.held = 0  #: bytes that its forward pass held, as eager code
@@ -108,16 +112,52 @@ class _Accumulators:
         with torch.cuda.stream(self.stream):
             self.table = table.apart()
         torch.cuda.current_stream(device).wait_stream(self.stream)
-        self.memory = self.table.memory
+        self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
+        self._retired: deque[tuple[torch.cuda.Event, _Graph]] = deque()
+        self._num_users = self._memory.use_count()
+
+    def begin_capture(self) -> None:
+        """Note how many graphs the pool has before another one."""
+        self._num_users = self._memory.use_count()
+
+    def begin_replay(self) -> None:
+        """Have what follows on the current stream wait for the replay before, which used the same memory."""
+        now = torch.cuda.current_stream(self.table.device)
+        if self._last is not None and self._last != now:
+            now.wait_stream(self._last)
+        self._last = now
+
+    def retire(self, graph: _Graph) -> None:
+        """Keep a graph that is given up until the device has run its replays: they read numbers from memory of the host."""
+        if self._last is not None:
+            done = new_event()
+            done.record(self._last)
+            self._retired.append((done, graph))
+
+    def release(self) -> None:
+        """Let go of the graphs that were given up and whose replays have run, without waiting for any."""
+        while self._retired and self._retired[0][0].query():  # type: ignore[no-untyped-call]  # torch's
+            self._retired.popleft()
+
+    def close(self) -> None:
+        """Wait for the last replay, which reads and writes memory that is given back next."""
+        if self._last is not None:
+            with suppress(RuntimeError):  # the device may be what failed
+                self._last.synchronize()
+        self._retired.clear()
 
     def recover(self) -> None:
         """Have torch forget a capture that failed.
 
-        Its random generator believes itself captured until a capture succeeds, and an error waits for whoever asks CUDA next.
+        Its random generator believes itself captured until a capture succeeds, an error waits for whoever asks CUDA next, and
+        the pool believes itself in use, which an older torch ends the process for when it lets go of the pool.
         """
         device = self.table.device
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device.index, self.pool)
+        for _ in range(self._memory.use_count() - self._num_users):
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(device.index, self.pool)
         for _ in range(2):
             with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                 x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
@@ -146,31 +186,44 @@ class RepetitionGraphs:
         self._regions[region].held = held
 
     def remove(self) -> None:
-        """Give the graphs' memory back."""
+        """Give the graphs' memory back, once the device has run them."""
+        for accumulators in self._accumulators.values():
+            accumulators.close()
         self._regions.clear()
         self._accumulators.clear()
 
     def run(self, one: Repetition) -> None:
         """Run a repetition, in autograd's thread of its device, and record it in the step under way."""
         region, step = self._regions.setdefault(one.region, _RepeatedRegion()), self._observer.step_count
+        for accumulators in self._accumulators.values():
+            accumulators.release()
         if region.step == step:  # microbatches: a replay does not tell the modules' probes of a first pass
-            region.is_eager, region.graph = True, None
+            region.is_eager = True
+            self._give_up(region)
             if region.replayed_at == step:
                 return
         region.step = step
         key = None if region.is_eager or one.device is None or self._observer.on_operand is not None else one.key
         if key is None or one.device is None or one.counts or region.key != key:
             region.is_eager |= region.graph is not None  # its weights or shapes have changed, and may again
-            region.graph, region.key = None, key
+            self._give_up(region)
+            region.key = key
             one.run(one.args, one.kwargs, one.grads)
             return
         if region.graph is not None or self._capture(region, one, one.device):
             region.replayed_at = step
             self._replay(region, one, one.device)
 
+    def _give_up(self, region: _RepeatedRegion) -> None:
+        """Replay a region's graph no more."""
+        if region.graph is not None and region.device is not None:
+            self._accumulators[region.device].retire(region.graph)
+        region.graph = None
+
     def _replay(self, region: _RepeatedRegion, one: Repetition, device: torch.device) -> None:
         graph, accumulators = region.graph, self._accumulators[device]
         assert graph is not None
+        accumulators.begin_replay()
         with ordinary_torch():
             for to, x in zip(graph.inputs, _tensors(one), strict=True):
                 to.copy_(x)
@@ -185,10 +238,11 @@ class RepetitionGraphs:
             one.run(one.args, one.kwargs, one.grads)
             return False
         try:
-            region.graph = self._captured(one, accumulators)
+            region.graph, region.device = self._captured(one, accumulators), device
         except BaseException as error:
             self._is_ended, region.replayed_at = True, self._observer.step_count
-            accumulators.recover()
+            with ordinary_torch():
+                accumulators.recover()
             if not is_ours(error):
                 raise
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -197,7 +251,6 @@ class RepetitionGraphs:
             )
             self._observer.report(one.name, text[:300], False)
             return False
-        region.is_eager = accumulators.table.memory != accumulators.memory
         return True
 
     def _has_room(self, region: _RepeatedRegion, device: torch.device) -> bool:
@@ -215,29 +268,49 @@ class RepetitionGraphs:
         gpu().flush(device)
         graph, stream_now, numbers = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), gpu().new_numbers()
         stream.wait_stream(stream_now)
+        accumulators.begin_capture()
         with torch.cuda.stream(stream), own_capture(numbers), gpu().pool_of_graph(device):
-            graph.capture_begin(pool=accumulators.pool, capture_error_mode="relaxed")
-            try:
-                with self._observer.recording_to(table) as found:
-                    with ordinary_torch():
-                        table.begin()
-                    one.run(args, kwargs, grads)
-                    with ordinary_torch():
-                        table.join()
-            finally:
-                graph.capture_end()
+            with _capturing(graph, accumulators.pool), self._observer.recording_to(table) as found:
+                with ordinary_torch():
+                    table.begin()
+                one.run(args, kwargs, grads)
+                with ordinary_torch():
+                    table.join()
         stream_now.wait_stream(stream)
         inputs = [x for x in (*leaves, *grads) if isinstance(x, Tensor)]
         return _Graph(graph, inputs, found, one.first, numbers)
 
     def _accumulators_of(self, device: torch.device) -> _Accumulators | None:
-        """Return the accumulators of replays; None where no kernels of ours run, or new layouts have been added."""
-        if self._is_ended or why_no_kernels() is not None:
+        """Return the accumulators of replays.
+
+        None where no kernels of ours run, where the step records on other devices too, whose threads may run meanwhile, or where
+        more is recorded now than the accumulators have memory for, which earlier graphs write to.
+        """
+        if self._is_ended or why_no_kernels() is not None or self._observer.devices - {device}:
             return None
         table, found = self._observer.table(device), self._accumulators.get(device)
         if found is None:
-            found = self._accumulators[device] = _Accumulators(device, table)
-        return found if found.table.num_rows == table.num_rows and found.table.memory == found.memory else None
+            with ordinary_torch():
+                found = self._accumulators[device] = _Accumulators(device, table)
+        return found if found.table.has_room_for(table) else None
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what runs on the current stream; an error of it is raised, not what CUDA says of a capture that it ended."""
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):
+            graph.reset()
+        raise
 
 
 def _tensors(one: Repetition) -> Iterable[Tensor]:
@@ -249,13 +322,21 @@ def _copy(x: Any) -> Any:
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
-def _described(x: Any) -> Hashable:
-    """Return what of an argument a graph depends on; None where that is not known."""
+def _described(x: Any, device: torch.device | None) -> Hashable:
+    """Return what of an argument a graph depends on; None where that is not known: of a tensor that the host may read."""
     if isinstance(x, Tensor):
-        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+        is_known = x.device == device and x.layout is torch.strided
+        return (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if is_known else None
     return (type(x), x) if isinstance(x, (*_SIMPLE, torch.dtype, torch.device)) else None
 
 
 def places_of(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
-    """Return where tensors lie, and how."""
-    return tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors)
+    """Return where tensors lie, and how; of single numbers on a CPU what they are too, which the host reads."""
+    with ordinary_torch():
+        return tuple(
+            (x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad, x.item() if _is_number(x) else None) for x in tensors
+        )
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.numel() == 1

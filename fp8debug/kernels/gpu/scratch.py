@@ -21,7 +21,7 @@ from fp8debug.kernels.gpu import deferred as tl
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, address
 from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
-from fp8debug.kernels.torch_state import NotReplayableError, numbers_of_capture
+from fp8debug.kernels.torch_state import NotReplayableError, numbers_of_capture, refuse_replays
 
 #: Rows that are allocated together.
 ROWS = 256
@@ -282,6 +282,7 @@ def pool(device: torch.device) -> Pool:
     key = device, _raw_stream(device)
     found = _POOLS.get(key)
     if found is None:
+        refuse_replays("kernels on more than one stream")  # nobody would join what they leave
         found = Pool(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
             _POOLS[key] = found

@@ -24,6 +24,7 @@ from torch import Tensor
 from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address, eager
 from fp8debug.kernels.gpu.scratch import HasTasks, current_stream, discard, flush, num_losses
 from fp8debug.kernels.slot_rows import RowLayout
+from fp8debug.kernels.torch_state import refuse_replays
 
 #: Numbers of a row that a layout may name, of each kind: as many as the exponent histogram has bins.
 NUM_LANES = 64
@@ -95,6 +96,7 @@ class Joiner:
         """Return the number of a layout in an item."""
         found = self._numbers.get(layout)
         if found is None:
+            refuse_replays("statistics that no earlier step has recorded")
             found = self._numbers[layout] = len(self._numbers)
             self._maps += [self._map_of(layout, kind) for kind in KINDS]
             maps = torch.tensor(self._maps, dtype=torch.int32, device="cpu")
@@ -120,11 +122,6 @@ class Joiner:
             raise MemoryError("statistics that waited for their second stage were lost")
         self.follow()
         flush(self._device, first, [(items, partial(self._start, len(items) // 3))] if items else [])
-
-    @property
-    def memory(self) -> int:
-        """Where the layouts lie: the same as long as no layout is added."""
-        return 0 if self._map is None else self._map.data_ptr()
 
     def follow(self) -> None:
         """Have what follows on the current stream wait for the stream that used the state before."""

@@ -22,6 +22,7 @@ from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_hopper, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import Task, current_stream, start
 from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow, Slots
+from fp8debug.kernels.torch_state import refuse_replays
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -108,10 +109,10 @@ class ValueCounts:
         self._histories = torch.zeros(2 * rows, width, dtype=torch.float32, device=self.device)
         self._histories[:, 0] = 1.0
 
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Where counts and amax histories lie: the same as long as no memory is replaced."""
-        return self._tables.data_ptr(), self._histories.data_ptr()
+    def has_room_for(self, other: ValueCounts) -> bool:
+        """Return whether the amax histories of another fit in the memory of these."""
+        rows, width = self._histories.shape
+        return other._num_histories <= rows and other._histories.shape[1] <= width
 
     def restart(self) -> None:
         """Start a new list in memory of its own, where nothing is listed."""
@@ -254,6 +255,7 @@ class ValueCounts:
         row, self._num_histories = self._num_histories, self._num_histories + 1
         wide = max(self._histories.shape[1], 2 + (1 << max(cast.history - 1, 1).bit_length()))
         if row == self._histories.shape[0] or wide > self._histories.shape[1]:
+            refuse_replays("amax histories that no earlier step has recorded")
             grown = torch.zeros(max(16, 2 * row), wide, dtype=torch.float32, device=self.device)
             grown[:, 0] = 1.0  # the scale_inv before any amax
             old = self._histories
