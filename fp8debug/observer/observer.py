@@ -319,14 +319,14 @@ class Observer:
         Facts about tensors that the step knows are not used, and what is found out is not kept.
         """
         found = Replayable({}, [])
-        before = self._filled, self._tables, self._samples, self._checked, self.tensor_cache
+        before = self._filled, self._tables, self._samples, self._spread, self._checked, self.tensor_cache
         self._filled, self._tables = {table.device: (table, found.filled)}, {table.device: table}
-        self._samples, self._checked, self.tensor_cache = {}, found.checked, {}
+        self._samples, self._spread, self._checked, self.tensor_cache = {}, dict(self._spread), found.checked, {}
         try:
             yield found
         finally:
             self.deferred_release.add([], self.tensor_cache)
-            self._filled, self._tables, self._samples, self._checked, self.tensor_cache = before
+            self._filled, self._tables, self._samples, self._spread, self._checked, self.tensor_cache = before
 
     def add(self, found: Replayable, table: Table, later_by: int) -> None:
         """Add what was recorded by :meth:`recording_to`, or by a replay of it, to the step under way.

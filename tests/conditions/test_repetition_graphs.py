@@ -50,6 +50,7 @@ class Program(NamedTuple):
     whole: bool = False
     graphs: int = BLOCKS
     swaps: bool = False
+    grows: bool = False
     what_if: tuple[str, ...] = ("tensorwise_delayed", "tensorwise_current")
 
 
@@ -64,6 +65,7 @@ PROGRAMS = {
     "under CUDA graphs of its own": Program(mode="reduce-overhead"),
     "microbatches": Program(microbatches=2, graphs=0),
     "weights that are replaced": Program(swaps=True, graphs=0),
+    "modules that are watched later": Program(grows=True, graphs=0),
     "no what-ifs": Program(what_if=()),
 }
 
@@ -106,6 +108,8 @@ def train(program: Program, path: Path | None, device: str) -> Trained:
                 if program.swaps and step == 6:
                     p.data = p.data.clone()
         if watch is not None:
+            if program.grows and step == 6:
+                watch._observer.num_modules += 1
             watch.step(loss=loss)
             if step == STEPS - 2:
                 num_graphs = sum(region.graph is not None for region in watch._regions._graphs._regions.values())
@@ -175,7 +179,16 @@ def captured(self: RepetitionGraphs, one: Repetition, accumulators: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["any Linear", "nn.Linear", "dropout", "the whole model", "microbatches", "weights that are replaced"]
+    "name",
+    [
+        "any Linear",
+        "nn.Linear",
+        "dropout",
+        "the whole model",
+        "microbatches",
+        "weights that are replaced",
+        "modules that are watched later",
+    ],
 )
 def test_the_same_where_a_cpu_runs_what_a_graph_would(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_a_gpu(monkeypatch)

@@ -203,9 +203,9 @@ class RepetitionGraphs:
             if region.replayed_at == step:
                 return
         region.step = step
-        key = None if region.is_eager or one.device is None or self._observer.on_operand is not None else one.key
+        key = None if region.is_eager or self._observer.on_operand is not None else self._key_of(one)
         if key is None or one.device is None or one.counts or region.key != key:
-            region.is_eager |= region.graph is not None  # its weights or shapes have changed, and may again
+            region.is_eager |= region.graph is not None  # its weights, shapes or rows have changed, and may again
             self._give_up(region)
             region.key = key
             one.run(one.args, one.kwargs, one.grads)
@@ -213,6 +213,11 @@ class RepetitionGraphs:
         if region.graph is not None or self._capture(region, one, one.device):
             region.replayed_at = step
             self._replay(region, one, one.device)
+
+    def _key_of(self, one: Repetition) -> Hashable:
+        """Return what a graph is made for, with the number of the step's rows; None where there can be none."""
+        key = None if one.device is None else one.key
+        return None if key is None or one.device is None else (key, self._observer.table(one.device).num_rows)
 
     def _give_up(self, region: _RepeatedRegion) -> None:
         """Replay a region's graph no more."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, defaultdict, deque
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,3 +121,26 @@ def test_too_many_objects_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_state, "MAX_OBJECTS", 10)
     with pytest.raises(TooManyObjectsError, match="reach more than 10 objects"):
         ProgramState([Block()])
+
+
+class Wired(nn.Module):
+    """A block whose forward takes one of two objects that it has anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Slotted(), Slotted()
+        self.chosen: Any = self.first
+        self.factor: Any = np.float32(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * cast(Tensor, self.chosen.value + self.factor)
+
+
+def test_values_tell_which_object_is_where_and_numbers_of_numpy() -> None:
+    block = Wired()
+    before = ProgramState([block]).values
+    assert ProgramState([block]).values == before
+    block.chosen = block.second
+    assert ProgramState([block]).values != before
+    block.chosen, block.factor = block.first, np.float32(2.0)
+    assert ProgramState([block]).values != before

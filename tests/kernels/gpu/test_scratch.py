@@ -17,11 +17,14 @@ from fp8debug.kernels.gpu import scratch
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.gemm.error import DAMAGE
 from fp8debug.kernels.gpu.gemm.error_kernel import NUM_COLUMNS, SUMMED
+from fp8debug.kernels.gpu.quantize.tiling import OPERAND
 from fp8debug.kernels.gpu.scratch import RESULTS, Pool, discard, flush, num_losses, pool
 from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
+from fp8debug.kernels.torch_state import NotReplayableError, own_capture
 from fp8debug.observer import observer
 from fp8debug.observer import table as tables
 from fp8debug.observer.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
+from fp8debug.observer.table import Table
 from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, Reference, TensorRole
 from tests.slots import slots_of
@@ -296,3 +299,30 @@ def test_every_flush_begins_a_block_of_rows() -> None:
         flush(CPU)
     blocks = [{row.block.data_ptr() for row in rows} for rows in steps]
     assert all(len(found) == 1 for found in blocks) and len(set.union(*blocks)) == len(steps)
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_capture_replaces_no_memory_that_earlier_graphs_use() -> None:
+    table = Table(2, CPU)
+    table.merge([0], [{DAMAGE: one_sum(1.0, pool(CPU))}])
+    table.join()
+    apart = table.apart()
+    assert apart.has_room_for(table)
+    table._number(OPERAND)  # as by a row of another kind
+    assert not apart.has_room_for(table), "the layouts would have another place"
+    with own_capture(object()), pytest.raises(NotReplayableError, match="statistics"):
+        apart._number(OPERAND)
+    assert table.apart().has_room_for(table) and not Table(3, CPU).has_room_for(table)
+
+
+@pytest.mark.usefixtures("joined")
+def test_what_a_capture_that_failed_has_left_is_not_joined() -> None:
+    table = Table(2, CPU)
+    table.merge([0], [{DAMAGE: one_sum(1.0, pool(CPU))}])
+    table.begin()
+    assert not table._listed and not table._waiting
+
+
+def test_a_capture_takes_rows_on_one_stream() -> None:
+    with own_capture(object()), pytest.raises(NotReplayableError, match="stream"):
+        pool(CPU)

@@ -13,6 +13,7 @@ from fp8debug.kernels.gpu.describe import value_counts
 from fp8debug.kernels.gpu.describe.value_counts import MAX_TABLES, ValueCounts, takes
 from fp8debug.kernels.reference import finite_amax
 from fp8debug.kernels.slot_rows import RowLayout, Slots
+from fp8debug.kernels.torch_state import NotReplayableError, own_capture
 from fp8debug.recipes import Cast
 
 pytestmark = [
@@ -174,3 +175,20 @@ def test_streams_that_count_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
     del log[:]
     counts.flush()
     assert log == ["first waits for second", *["kept"] * 4]
+
+
+def test_amax_histories_of_a_capture_stay_where_they_are() -> None:
+    counts, apart = ValueCounts(DEVICE), ValueCounts(DEVICE)
+    what_if(counts, sample("plain"), DELAYED, "here")
+    apart.reserve(counts)
+    at, (rows, width) = apart._histories.data_ptr(), apart._histories.shape
+    with own_capture(object()):
+        for place in range(rows):
+            apart._entry(DELAYED, place)
+        assert apart.has_room_for(counts) and apart._histories.data_ptr() == at
+        with pytest.raises(NotReplayableError, match="amax histories"):
+            apart._entry(DELAYED, rows)
+        with pytest.raises(NotReplayableError, match="amax histories"):
+            apart._new_history(Cast(scaling="delayed", history=width))
+    counts._new_history(Cast(scaling="delayed", history=width))
+    assert not apart.has_room_for(counts), "it is longer"
