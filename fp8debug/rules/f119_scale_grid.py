@@ -12,7 +12,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import cast_floor_db
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
-from fp8debug.rules.reading.traces import Trace, times, traces
+from fp8debug.rules.reading.traces import Trace, num_right, times, traces
 from fp8debug.rules.reading.weights import HAS_OUTGROWN, HAS_SHRUNK, are_scales_of_others, starts_of
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class ScaleGrid(Rule):
           allows for orders in which large blocks get small scales.
         - max_resized 16: norm of the data over the tensor's, or its inverse, beyond which an order of the tensor's own scales
           does not explain them: it leaves the norm, but for blocks that differ in energy under like scales. No published basis.
-        - max_part_norm 0.1: how far from 1 that norm may lie where one of several microbatches is another tensor's: one of the
-          same module has about its size. No published basis.
+        - Where some of at most eight microbatches are another tensor's, the norm lies within 0.1 of the tensor's, as one of the
+          same module has about its size, and the cosine within a tenth of a microbatch of their share. No published basis.
     """
 
     code = "F119"
@@ -80,7 +80,6 @@ class ScaleGrid(Rule):
     min_elements: int = 256
     max_unrelated: float = 0.25
     max_resized: float = 16.0
-    max_part_norm: float = 0.1
 
     @property
     def _look(self) -> Look:
@@ -149,23 +148,19 @@ class ScaleGrid(Rule):
 
         Blocks at random under scales s of each other have the cosine E[s]^2 / E[s^2], by Kantorovich's inequality at least
         4 r / (1 + r)^2 where the largest scale is r times the smallest. Data of another tensor have about 0, at the right size,
-        and as part of n microbatches, of which j were right, about j / n. Scales of other blocks leave a tensor its size; where
+        and where j of n tensors of a row were right, about j / n. Scales of other blocks leave a tensor its size; where
         it is far larger, they may be inverse, so that r is squared.
         """
         smallest, largest = row["scale_inv_min"], row["scale_inv_max"]
         if not smallest or row["norm_ratio"] is None:
             return False
-        cosine, num = abs(row["cosine"] or 0.0), row["num_tensors"] or 1
-        spread = largest / smallest
+        cosine, spread = abs(row["cosine"] or 0.0), largest / smallest
         if not 1 / self.max_resized < row["norm_ratio"] < self.max_resized:
             return bool(cosine < self.max_unrelated * _kantorovich(spread if row["norm_ratio"] < 1 else spread**2))
         if not 0.5 < row["norm_ratio"] < 2:
             return False
-        least = self.max_unrelated * _kantorovich(max(spread, row["headroom"]))
-        if cosine < least:
-            return True
-        is_whole = abs(row["norm_ratio"] - 1) < self.max_part_norm
-        return is_whole and any(abs(cosine - right / num) < least / num for right in range(1, num))
+        is_unrelated = cosine < self.max_unrelated * _kantorovich(max(spread, row["headroom"]))
+        return is_unrelated or num_right(row) is not None
 
     def _rounded_headroom(self, trace: Trace) -> float:
         """Return how far a value may lie beyond its scale where that is rounded down."""

@@ -12,7 +12,7 @@ from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db, tensor_floor_db
 from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Look, look
-from fp8debug.rules.reading.traces import Trace, percent, scaled_elsewhere, times, traces
+from fp8debug.rules.reading.traces import Trace, num_right, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -348,10 +348,10 @@ def _of_another(row: dict[str, Any]) -> str | None:
             f"{numbers}: neither the direction nor the size of the tensor: data and scale of another tensor (a buffer that"
             " something else wrote to, an older version)"
         )
-    if (right := _num_right(row)) is not None:
+    if (right := num_right(row)) is not None:
         return (
-            f"{numbers} over {row['num_tensors']} microbatches or calls, as where {row['num_tensors'] - right} of them read"
-            " another tensor or an older one (that of the call before, a buffer that was read too early)"
+            f"{numbers} over {row['num_tensors']} tensors (microbatches, calls, ranks), as where {row['num_tensors'] - right} of"
+            " them were read as another tensor or an older one (that of the call before, a buffer that was read too early)"
         )
     return _by_direction(row["cosine"], row["gain"], row["norm_ratio"]) if _are_unrelated(row) else None
 
@@ -360,17 +360,6 @@ def _is_foreign(row: dict[str, Any]) -> bool:
     """Return whether the values have neither the size of the tensor's nor a direction in common with them."""
     cosine, norm_ratio = row["cosine"], row["norm_ratio"]
     return norm_ratio is not None and not 1 / 16 < norm_ratio < 16 and abs(cosine or 0.0) < 0.1
-
-
-def _num_right(row: dict[str, Any]) -> int | None:
-    """Return how many of the tensors in a row are right where the others have nothing in common with theirs; None otherwise.
-
-    Of n tensors of one size j right ones and n - j unrelated ones have the cosine j / n together, at their own norm.
-    """
-    cosine, norm_ratio, num = row["cosine"], row["norm_ratio"], row.get("num_tensors") or 1
-    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > 0.1 or not 1 < num <= 8:
-        return None
-    return next((right for right in range(1, num) if abs(cosine - right / num) < 0.1 / num), None)
 
 
 def _are_unrelated(row: dict[str, Any]) -> bool:

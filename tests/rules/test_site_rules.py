@@ -134,6 +134,18 @@ def test_a_weight_that_has_outgrown_an_old_copy(tmp_path: Path, cosine: float, l
     assert (finding.code, finding.module) == (code, CULPRIT)
 
 
+@pytest.mark.parametrize(("cosine", "num", "code"), [
+    (0.50, 4, "F128"),  # two of four are another tensor's
+    (0.53, 4, "F119"),  # no share of four: scales in another order
+    (0.55, 12, "F119"),  # shares of twelve lie too close to tell
+])  # fmt: skip
+def test_foreign_scales_and_another_tensor_in_some_microbatches(tmp_path: Path, cosine: float, num: int, code: str) -> None:
+    slots = {**rotated(cosine), "headroom": 4.0, "num_tensors": num}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=slots)]))
+    assert (finding.code, finding.module) == (code, CULPRIT)
+    assert code == "F119" or "as where 2 of them were read as another tensor" in finding.message
+
+
 def test_a_weight_that_is_wrong_from_the_first_step_is_another_one(tmp_path: Path) -> None:
     override = Override(**{**WEIGHT, "steps": (None, None)}, slots=rotated(0.02))
     (finding,) = triage(build(tmp_path / "run", overrides=[override]))

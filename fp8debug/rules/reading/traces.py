@@ -169,6 +169,21 @@ def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:
     return lambda row: bool(row[column] > limit)
 
 
+def num_right(row: dict[str, Any]) -> int | None:
+    """Return how many of the tensors that a row joins are right where the others have nothing in common with theirs.
+
+    Of n tensors of one size j right ones and n - j unrelated ones have the cosine j / n together, at their own norm. None for
+    one tensor, for more than eight, whose shares lie too close, and where cosine or norm say something else.
+
+    Args:
+        row: with ``cosine``, ``norm_ratio`` and ``num_tensors``, of all microbatches, calls and ranks.
+    """
+    cosine, norm_ratio, num = row["cosine"], row["norm_ratio"], row.get("num_tensors") or 1
+    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > 0.1 or not 1 < num <= 8:
+        return None
+    return next((right for right in range(1, num) if abs(cosine - right / num) < 0.1 / num), None)
+
+
 def sampled_steps(run: Run) -> list[int]:
     """Return the steps with statistics, in order."""
     return run.sampled_steps
