@@ -178,8 +178,8 @@ class ZeroTileNan(Rule):
             cause = "a block of zeros, the cast's kernel or its scale made them; which was not recorded"
         else:
             cause = (
-                f"no block was all zero{_others(trace, row['sqnr_db'])}: their codes were never written, or something else wrote"
-                " there, or the scale of a small block is not finite"
+                f"no block was all zero{_others(trace, row['sqnr_db'])}, so that these codes were never written, something else"
+                " wrote there, or the scale of a small block is not finite"
             )
         elements = f"{count} finite element{'' if count == 1 else 's'}" if is_known else "finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
@@ -261,8 +261,11 @@ class ZeroTileNan(Rule):
 
 
 def _others(trace: Trace, sqnr_db: float | None) -> str:
-    """Return in words how far the elements that stayed finite are from their tensor, where no rounding can put them there."""
-    if sqnr_db is None or trace.cast is None or sqnr_db >= cast_floor_db(trace.cast):
+    """Return in words how far the elements that stayed finite are from their tensor, where no rounding can put them there.
+
+    A delayed or static scale that is out of date can.
+    """
+    if sqnr_db is None or trace.cast is None or trace.cast.scaling != "current" or sqnr_db >= cast_floor_db(trace.cast):
         return ""
     return f" and the finite elements are wrong too ({sqnr_db:.1f} dB)"
 

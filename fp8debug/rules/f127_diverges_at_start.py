@@ -125,10 +125,10 @@ class DivergesAtStart(Rule):
         return level > self.max_noisy * first or level > max(limit, first + self.min_noise * noise_of(later))
 
     def _ends_high(self, finite: Sequence[float], limit: float) -> bool:
-        """Return whether the last finite loss is the highest, beyond the noise of those before it."""
+        """Return whether the last finite loss lies above the first one, beyond the noise."""
         first, last = finite[0], finite[-1]
         is_beyond = last > self.max_noisy * first or last > first + self.min_noise * noise_of(finite)
-        return last > limit and last == max(finite) and is_beyond
+        return last > limit and is_beyond
 
     def _is_everywhere(self, run: Run, last: int) -> bool:
         """Return whether most modules moved before the loss was NaN; True where too little was recorded to tell."""

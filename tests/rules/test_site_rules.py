@@ -146,6 +146,20 @@ def test_foreign_scales_and_another_tensor_in_some_microbatches(tmp_path: Path, 
     assert code == "F119" or "as where 2 of them were read as another tensor" in finding.message
 
 
+@pytest.mark.parametrize(("recipe", "sqnr_db", "are_wrong"), [
+    ("blockwise", 31.6, False),
+    ("blockwise", 5.0, True),
+    ("tensorwise_delayed", 5.0, False),  # a stale scale does it
+])  # fmt: skip
+def test_single_codes_that_are_not_finite(tmp_path: Path, recipe: str, sqnr_db: float, are_wrong: bool) -> None:
+    slots = {"num_actual_nonfinite": 5, "sqnr_db": sqnr_db}
+    found = triage(build(tmp_path / "run", recipe=recipe, overrides=[Override(**INPUT, slots=slots)]))
+    (finding,) = (f for f in found if f.code == "F103")
+    assert (finding.name, finding.module) == ("nonfinite-codes", CULPRIT)
+    assert "no block was all zero" in finding.message and "these codes were never written" in finding.message
+    assert ("the finite elements are wrong too (5.0 dB)" in finding.message) is are_wrong
+
+
 def test_a_weight_that_is_wrong_from_the_first_step_is_another_one(tmp_path: Path) -> None:
     override = Override(**{**WEIGHT, "steps": (None, None)}, slots=rotated(0.02))
     (finding,) = triage(build(tmp_path / "run", overrides=[override]))
