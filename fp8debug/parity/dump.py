@@ -451,9 +451,7 @@ def execution(name: str) -> tuple[int, int, int, int, list[tuple[bool, int, str]
         section = known[0] if known else _MIDDLE
     else:
         section = _ATTENTION if _IN_ATTENTION.fullmatch(inside[first]) else _MLP
-    is_block = first == len(inside) - 1 and (
-        _IN_ATTENTION.fullmatch(last) or re.fullmatch(r"mlp|ffn|feed_forward|\w*moe\w*", last)
-    )
+    is_block = first == len(inside) - 1 and (_IN_ATTENTION.fullmatch(last) or _BLOCK.fullmatch(last))
     return 1, layer, section, 2 * len(_ROLES[_ATTENTION]) + 2 if is_block else _role(section, last), order
 
 

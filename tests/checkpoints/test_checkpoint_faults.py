@@ -623,6 +623,23 @@ def test_an_activation_scale_that_the_others_have(lacking: str | None, tensor: s
     assert all(f"no {str(lacking).rpartition('.')[2]}, which 3 of 4 modules of this role have" in f.message for f in report)
 
 
+def test_layers_of_another_kind_need_no_activation_scale(tmp_path: Path) -> None:
+    found: Tensors = {}
+    for layer in range(8):
+        above = f"model.layers.{layer}.self_attn"
+        has_keys, by_rows = layer < 6, layer == 1
+        for part in ("q_proj", "k_proj", "v_proj") if has_keys else ("q_proj",):
+            weight = torch.randn(64, 64)
+            scale = weight.abs().amax(1, keepdim=True) / 448 if by_rows else (weight.abs().amax() / 448).reshape(1)
+            found |= {f"{above}.{part}.weight": (weight / scale).to(E4), f"{above}.{part}.weight_scale": scale}
+            if not by_rows:  # its inputs are cast by their own scales
+                found[f"{above}.{part}.input_scale"] = torch.tensor([0.01])
+        if has_keys and not by_rows:
+            found |= {f"{above}.{part}_scale": torch.tensor([0.02]) for part in "kv"}
+    save_file(found, tmp_path / "model.safetensors")
+    assert [(f.code, f.tensor) for f in check_checkpoint(tmp_path / "model.safetensors") if f.code == "F208"] == []
+
+
 def test_parts_that_were_joined_under_one_scale(tmp_path: Path) -> None:
     parts = [torch.randn(64, 64) * size for size in (1.0, 0.4, 0.7)]
     scales = [part.abs().amax() / 448 for part in parts]

@@ -16,7 +16,9 @@ class MissingActivationScale(FileRule):
 
     What it detects
         Quantized weights without an input scale, and attention without a scale of keys or values, where more of the modules of
-        one role have it than lack it. Where one shard alone was given nothing is reported.
+        one role have it than lack it. Only modules of the same quantized weights, in one format and granularity, are compared:
+        layers without keys of their own, or under another scheme, need no such scale. Where one shard alone was given nothing
+        is reported.
 
     Why it matters
         Engines take 1 for a static scale that is missing. The input is then cast far off its range: it clips, or underflows.
@@ -43,23 +45,24 @@ class MissingActivationScale(FileRule):
         have = {
             last: {above for above, _, one in (n.rpartition(".") for n in names) if one == last} for last in ACTIVATION_SCALES
         }
-        by_role: dict[str, list[tuple[str, int]]] = {}
-        seen: set[str] = set()
+        places: dict[str, int] = {}
+        parts: dict[str, set[tuple[str, str, str]]] = {}
         for place, (weight, _) in enumerate(judged.weights):
             module = weight.name.rpartition(".")[0]
-            for one in (module, module.rpartition(".")[0]):  # of attention, of which keys and values are parts
-                if one and one not in seen:
-                    seen.add(one)
-                    by_role.setdefault(role_of(one), []).append((one, place))
+            for one in filter(None, (module, module.rpartition(".")[0])):  # of attention, of which keys and values are parts
+                places.setdefault(one, place)
+                parts.setdefault(one, set()).add((weight.name.removeprefix(one), weight.format, weight.granularity))
+        alike: dict[tuple[str, frozenset[tuple[str, str, str]]], list[str]] = {}
+        for module, held in parts.items():
+            alike.setdefault((role_of(module), frozenset(held)), []).append(module)
         for last in sorted(last for last, modules in have.items() if modules):
-            for role in dict.fromkeys(role_of(module) for module in have[last]):
-                equals = by_role.get(role, [])
-                lacking = [(module, place) for module, place in equals if module not in have[last]]
-                if not lacking or 2 * len(lacking) >= len(equals):
+            for modules in alike.values():
+                lacking = [module for module in modules if module not in have[last]]
+                if 2 * len(lacking) >= len(modules):
                     continue
-                for _, place in lacking:
-                    text = f"no {last}, which {len(equals) - len(lacking)} of {len(equals)} modules of this role have"
-                    yield self.of_weight(judged.weights[place].weight, Severity.ERROR, text)
+                for module in lacking:
+                    text = f"no {last}, which {len(modules) - len(lacking)} of {len(modules)} modules of this role have"
+                    yield self.of_weight(judged.weights[places[module]].weight, Severity.ERROR, text)
 
 
 CHECKS.add(MissingActivationScale.code, MissingActivationScale())
