@@ -118,10 +118,11 @@ def compare_paths(
                  for dump, other, path in ((ours, theirs, _PATHS[0]), (theirs, ours, _PATHS[1]))
                  if (told := odd_logprobs(dump, other, path, _DIFFER.max_error, problems)) is not None
                  for text, value, threshold, cure in (told,)]  # fmt: skip
-    if positions := _other_positions(ours, theirs):
-        findings = [*positions, *(f for f in findings if "rotary" not in (f.module or "").rpartition(".")[2])]
-    findings += _other_tokens(ours, theirs)
     error = metrics.get("token_mult_prob_error")
+    if (places := moved(ours, theirs)) is not None:
+        rest = [f for f in findings if "rotary" not in (f.module or "").rpartition(".")[2]]
+        findings = [_of_positions(places, is_harmless=not rest and (error or 0.0) <= _DIFFER.max_error), *rest]
+    findings += _other_tokens(ours, theirs)
     if not findings and error is not None and error > _DIFFER.max_error:
         findings.append(_of_metric(error, metrics["num_tokens"], found))
     return ParityReport(
@@ -188,17 +189,16 @@ def _other_tokens(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
     return [_DIFFER.found(text, tensor="tokens", value=float(place), cure=cure)]
 
 
-def _other_positions(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
-    """Return a finding where the paths have the same tokens at other positions."""
-    found = moved(ours, theirs)
-    if found is None:
-        return []
-    text = f"the same tokens stand at other positions: at {found[0]} in training and at {found[1]} in the rollout"
+def _of_positions(places: tuple[int, int], *, is_harmless: bool) -> PathFinding:
+    """Return the finding of the same tokens at other positions; information where nothing else differs."""
+    text = f"the same tokens stand at other positions: at {places[0]} in training and at {places[1]} in the rollout"
+    text += "; nothing else that was recorded differs, as with rotary embeddings" if is_harmless else ""
     cure = (
         "count positions from the first token that is no padding in both paths; learned embeddings depend on them, rotary ones on"
         " differences alone"
     )
-    return [_DIFFER.found(text, tensor="positions", value=float(found[1] - found[0]), cure=cure)]
+    severity = Severity.INFO if is_harmless else _DIFFER.severity
+    return _DIFFER.found(text, tensor="positions", value=float(places[1] - places[0]), severity=severity, cure=cure)
 
 
 def _located(
@@ -630,16 +630,16 @@ def _direct(
     same = f"differs by {given:.2g} at most" if is_noisy else "is the same"
     known = "of the same input" if m.input is not None else f"its input was not recorded, all before it {same}, and"
     known = "of the same tokens" if "embed" in m.kind.lower() and m.input is None else known
-    eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
+    note = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
     gain = m.output_gain if m.output_gain is not None else 1.0
     is_factor = m.output - (gain - 1) ** 2 < _SCALE.max_rest * m.output
     how = f"is {gain:.4g} times training's" if is_factor else f"differs by {m.output:.2g} of its square"
     if "rotary" in m.kind.lower():
         where["cure"] = "compare rope_theta, the scaling of RoPE (type and factor) and positions of both paths"
-    elif m.weight is None and m.input is None and not eps:
+    elif m.weight is None and m.input is None and not note:
         where["cure"] = f"record inputs and weights too, or compare both checkpoints (check A --against B); else {_KERNEL.cure}"
-        eps = "; its weight was not recorded, so it may be a stale one as well"
-    return _KERNEL.found(f"{m.module}: {known} the rollout makes an output that {how}{eps}", **where)
+        note = "; no weight of it was recorded, so that a stale one may be the cause as well"
+    return _KERNEL.found(f"{m.module}: {known} the rollout makes an output that {how}{note}", **where)
 
 
 def _between(

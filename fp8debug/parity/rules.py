@@ -310,7 +310,7 @@ class PathsDiffer(PathRule):
         difference explains it; a NaN or Inf in one path alone or in both. And recorded log-probabilities that do not follow
         from the same path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another
         token. And sequences that go on with other tokens in both paths after the same beginning, the same tokens at other
-        positions, and a layer that one path alone runs.
+        positions (information where nothing else differs), and a layer that one path alone runs.
 
     Why it matters
         Importance ratios are off, whatever the reason.

@@ -267,7 +267,7 @@ def test_a_plain_file_says_nothing_of_order_and_names_do(tmp_path: Path) -> None
         save_file({"tokens": tokens(), **found}, tmp_path / f"{name}.safetensors")
     report = compare_paths(tmp_path / "train.safetensors", tmp_path / "rollout.safetensors")
     assert [(f.code, f.module) for f in report] == [("F306", "model.layers.1.self_attn.o_proj")]
-    assert "its weight was not recorded, so it may be a stale one as well" in report[0].message
+    assert "no weight of it was recorded, so that a stale one may be the cause as well" in report[0].message
 
 
 def _padded(model: Any, ids: Tensor, number: int) -> dict[str, Tensor]:
@@ -281,13 +281,17 @@ def _padded(model: Any, ids: Tensor, number: int) -> dict[str, Tensor]:
     }
 
 
-def test_positions_that_count_padding_are_named(tmp_path: Path) -> None:
-    model = model_of()
+@pytest.mark.parametrize(("make", "codes"), [
+    (model_of, [("F308", "info")]),  # rotary embeddings depend on differences alone
+    (lambda: _activation("gelu", torch.bfloat16), [("F308", "warning"), ("F306", "warning")]),
+], ids=["rotary", "learned"])  # fmt: skip
+def test_positions_that_count_padding_are_named(make: Callable[[], Any], codes: list[tuple[str, str]], tmp_path: Path) -> None:
+    model = make()
     record_path(model, {"input_ids": tokens()}, tmp_path / "train")
     record_path(model, _padded(model, tokens(), 8), tmp_path / "rollout")
     report = compare_paths(tmp_path / "train", tmp_path / "rollout")
-    assert [(f.code, f.tensor) for f in report] == [("F308", "positions")]
-    assert "at 0 in training and at 8 in the rollout" in report[0].message
+    assert [(f.code, str(f.severity)) for f in report] == codes
+    assert report[0].tensor == "positions" and "at 0 in training and at 8 in the rollout" in report[0].message
 
 
 def test_a_path_without_the_first_token_is_named(tmp_path: Path) -> None:
