@@ -168,6 +168,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         return [], "", failed, None, empty("nothing to choose from", 200), proof
     try:
         fallbacks = run_view.fallbacks(budget / 100, fill=view.get("fill") == "yes")
+        is_too_dear = not fallbacks and bool(run_view.fallbacks(1.0, fill=view.get("fill") == "yes"))
         basis = cost_basis(run_view.run) or "Costs are shares of the FLOPs; fp8debug speed RUN measures them."
         total = damage(run_view.fallbacks(1.0, fill=True)) or 1.0
         curve = pareto([_choice(run_view, share, total) for share in CURVE], _chosen(fallbacks, budget, total))
@@ -177,7 +178,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     cost = sum(f.cost for f in fallbacks)
     count = f"{len(fallbacks) or 'No'} candidate{'' if len(fallbacks) == 1 else 's'}"
     words = f"{count}, giving back {percent(cost) if cost else 'nothing'} of the FP8 speed-up. {basis[:1].upper()}{basis[1:]}"
-    if not fallbacks:
+    if is_too_dear:
+        words = f"No candidate within the budget: each costs more than {budget} % of the FP8 speed-up; raise the budget."
+    elif not fallbacks:
         words = "No candidate: no finding calls for another cast, and no recorded error lies outside the healthy range."
         serious = list(dict.fromkeys(f.code for f in judged.findings if level(f.severity) == "error"))
         if serious:

@@ -14,6 +14,7 @@ from ..data import queries
 from ..data.health import DOC, HEALTH
 from ..data.healthy_ranges import envelope
 from ..data.heat_rows import MAX_ROWS, ORDERS, HeatRows, arranged, default_fold
+from ..data.metric_cache import METRICS
 from ..data.metric_labels import grouped, label_of, with_name
 from ..data.records import Heat
 from ..figures import base as figures
@@ -123,7 +124,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     if heat.modules and not rows.total:
         clear = dcc.Link("show all modules", href=_href(view, "filter"))
         return note(f"No module matches {view.get('filter')!r}. ", clear, kind="warning"), figures.empty("no such module", 300)
-    words = _about(heat, site, len(run_view.run.modules)) + (READING if run_view.is_loading_cache else "")
+    words = _about(heat, site, len(run_view.run.modules))
+    if heat.steps_apart > 1 and run_view.is_loading_cache and metric in (HEALTH, *METRICS):
+        words += READING
     about = html.Div([note(words), *_ways(view, rows)])
     settings = [view.get(key) for key in ("from", "to", "fold", "open", "filter", "sort", "rows")]
     named = (run_view.name, site.replace(".", " "), HEALTH if metric == HEALTH else label_of(metric))

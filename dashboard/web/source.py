@@ -56,7 +56,8 @@ class ServedFolder:
         self._opened: dict[str, RunView] = {}
         self._lock = threading.Lock()
         self._working: threading.Thread | None = None
-        self._has_read, self._has_judged = threading.Event(), threading.Event()
+        self._has_read = threading.Event()
+        self._num_judged = 0
         self._verdicts: dict[str, Verdicts] = {}
         self._summaries: dict[str, tuple[str, Summary]] = {}
         self._failed: dict[str, str] = {}
@@ -163,14 +164,13 @@ class ServedFolder:
         names = self.names()
         if all(self._is_judged(name) and self._is_read(name) for name in names):
             return False
-        self._has_judged.clear()
+        before = self._num_judged  # of all who look each one counts for itself
         self._begin()
         end, working = time.monotonic() + wait_s, self._working
         while working is not None and working.is_alive() and (left := end - time.monotonic()) > 0:
-            if until_new and self._has_judged.wait(min(left, 0.2)):
+            if until_new and self._num_judged != before:
                 break
-            if not until_new:
-                working.join(left)
+            working.join(min(left, 0.2) if until_new else left)
         return True
 
     def read_all(self, wait_s: float) -> None:
@@ -240,7 +240,7 @@ class ServedFolder:
             run_view.judge()
         except (Fp8DebugError, OSError):
             self._failed[name] = stamp
-        self._has_judged.set()
+        self._num_judged += 1
 
     def stamp(self, name: str | None) -> str:
         """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""

@@ -179,6 +179,11 @@ def test_the_health_of_a_large_run_is_drawn_from_few_steps_then_from_all(tmp_pat
     source, view = ServedFolder(tmp_path / "run"), View("heatmap", None, {})
     found = source.open(None)
     assert "one of 8 sampled steps was read" in str(heatmap.parts(view, found)[0])
+    with monkeypatch.context() as loading:
+        loading.setattr(run_view.RunView, "is_loading_cache", True)
+        assert heatmap.READING in str(heatmap.parts(view, found)[0])
+        whole = str(heatmap.parts(View("heatmap", None, {"metric": "amax"}), found)[0])
+        assert "being read" not in whole, "all steps are drawn already"
     found.heat()  # as the first page asks for it in the background
     assert "one of 2 sampled steps was read" in str(heatmap.parts(view, found)[0])
     source.load_cache(found)

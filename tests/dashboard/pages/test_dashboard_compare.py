@@ -99,7 +99,7 @@ def test_what_was_not_compared_is_not_called_healthy(unlike: ServedFolder) -> No
     (other,) = [line for line in said if "good -> other, none compared: no site" in line]
     (lost,) = [line for line in said if "good -> no-loss, " in line and "sites" not in line]
     assert other[0] == lost[0] == "?"
-    words = "short ends at step 39, good at step 119: what comes after step 39 was not compared."
+    words = "short is recorded up to step 39, good up to step 119: what comes after step 39 was not compared."
     assert any(words in line for line in said) and sum("was not compared" in line for line in said) == 1
     assert rows[0]["run"] == "nan"
 

@@ -86,3 +86,13 @@ def test_also_and_candidates_lead_to_their_site_and_victims_to_their_own(tmp_pat
     one = run_view.fallbacks()[0]
     assert site_of(fallback.row(one, None)["href"]) == f"{one.gemms[0]}.{one.tensor}"
     assert site_of(fallback.row(replace(one, tensor="*"), None)["href"]) is None
+
+
+def test_candidates_that_the_budget_leaves_out_are_not_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_view, shown = opened(samples.write_sick(tmp_path / "run")), View("fallback", None, {"budget": "3"})
+    known = run_view.fallbacks(1.0)
+    assert known
+    monkeypatch.setattr(run_view, "fallbacks", lambda budget, fill=False: known if budget == 1.0 else [])
+    assert "No candidate within the budget: each costs more than 3 %" in str(fallback.parts(shown, run_view)[2])
+    monkeypatch.setattr(run_view, "fallbacks", lambda budget, fill=False: [])
+    assert "No candidate: another cast is no cure for" in str(fallback.parts(shown, run_view)[2])

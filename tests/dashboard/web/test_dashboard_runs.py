@@ -120,8 +120,12 @@ def test_who_waits_is_told_of_the_first_verdict(folder: Path, monkeypatch: pytes
         judge(self, name)
 
     monkeypatch.setattr(ServedFolder, "_judge", slow)
-    begun = time.monotonic()
+    begun, told = time.monotonic(), list[bool]()
+    other = threading.Thread(target=lambda: told.append(source.judge_all(50, until_new=True)))
+    other.start()
     assert source.judge_all(50, until_new=True) and time.monotonic() - begun < 40
+    other.join()
+    assert told == [True] and time.monotonic() - begun < 40, "both who wait are told"
     found = {row["name"]: row["severity"] for row in runs.parts(source)}
     assert found == {"a": "ok", "b": "unknown", "c": "unknown", "d": "unknown"}
     gate.set()
