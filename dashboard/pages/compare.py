@@ -276,7 +276,8 @@ def _shorter(judged: RunView, reference: RunView) -> list[Component]:
     """Return a line that one of two runs has fewer steps so far: the last ones of the other were not compared."""
     ends = [(one.run.steps_range[1], one.name) for one in (judged, reference)]
     (last, short), (longest, long) = min(ends), max(ends)
-    words = f"{short} is recorded up to step {last:,}, {long} up to step {longest:,}: what comes after step {last:,} was not compared."
+    recorded = f"{short} is recorded up to step {last:,}, {long} up to step {longest:,}"
+    words = f"{recorded}: what comes after step {last:,} was not compared."
     return [note(words, kind="warning")] if last < longest else []
 
 

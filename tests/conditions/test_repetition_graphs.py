@@ -121,7 +121,7 @@ def train(program: Program, path: Path | None, device: str) -> Trained:
 
 def compare(program: Program, path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     alone, replayed = train(program, None, device), train(program, path / "replayed", device)
-    monkeypatch.setattr(RepetitionGraphs, "_accumulators_of", lambda self, device: None)
+    monkeypatch.setattr(RepetitionGraphs, "_accumulators_of", lambda self, device, name: None)
     eager = train(program, path / "eager", device)
     for other in (replayed, eager):
         assert other.losses == alone.losses and torch.equal(other.state, alone.state)
@@ -201,7 +201,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     kept: dict[int, Any] = {}
 
-    def accumulators_of(self: RepetitionGraphs, device: torch.device) -> Any:
+    def accumulators_of(self: RepetitionGraphs, device: torch.device, name: str) -> Any:
         if self._is_ended:
             return None
         nothing = dict.fromkeys(("recover", "begin_replay", "retire", "release", "close"), lambda *graph: None)

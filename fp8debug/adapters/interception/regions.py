@@ -207,6 +207,8 @@ class Regions:
             self._observer.on_end_step.remove(self._forget)
 
     def _forget(self) -> None:
+        if self._observer.is_off:
+            self._graphs.remove()
         for handle in self._outputs:
             handle.remove()
         self._outputs.clear()

@@ -14,6 +14,7 @@ graph could not be used.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ from torch.utils import _pytree
 
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.backend import gpu, why_no_kernels
-from fp8debug.kernels.torch_state import ordinary_torch, own_capture
+from fp8debug.kernels.torch_state import TorchState, ordinary_torch, own_capture
 from fp8debug.observer.host_copy import new_event
 from fp8debug.observer.observer import Observer, Replayable
 from fp8debug.observer.table import Table
@@ -140,10 +141,14 @@ class _Accumulators:
             self._retired.popleft()
 
     def close(self) -> None:
-        """Wait for the last replay, which reads and writes memory that is given back next."""
-        if self._last is not None:
-            with suppress(RuntimeError):  # the device may be what failed
-                self._last.synchronize()
+        """Wait for the last replay, which reads and writes memory that is given back next; a device that has failed keeps it."""
+        try:
+            for stream in (self.stream, self._last):
+                if stream is not None:
+                    stream.synchronize()
+        except RuntimeError:
+            # Its end would call cudaFree(), whose error ends the process: the program's own error is the one to be seen.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._retired.clear()
 
     def recover(self) -> None:
@@ -237,7 +242,7 @@ class RepetitionGraphs:
 
     def _capture(self, region: _RepeatedRegion, one: Repetition, device: torch.device) -> bool:
         """Capture a repetition; where that fails, nothing of the region is recorded in this step, and no graph is made later."""
-        accumulators = self._accumulators_of(device) if self._has_room(region, device) else None
+        accumulators = self._accumulators_of(device, one.name) if self._has_room(region, device) else None
         if accumulators is None:
             region.is_eager = True
             one.run(one.args, one.kwargs, one.grads)
@@ -250,11 +255,8 @@ class RepetitionGraphs:
                 accumulators.recover()
             if not is_ours(error):
                 raise
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            text = (
-                f"not recorded at step {self._observer.step}: no CUDA graph could be made of it, and none is any more ({reason})"
-            )
-            self._observer.report(one.name, text[:300], False)
+            text = f"not recorded at step {self._observer.step}: no CUDA graph could be made of it, and none is any more"
+            self._observer.report(one.name, f"{text} ({_reason(error)})"[:300], False)
             return False
         return True
 
@@ -285,18 +287,28 @@ class RepetitionGraphs:
         inputs = [x for x in (*leaves, *grads) if isinstance(x, Tensor)]
         return _Graph(graph, inputs, found, one.first, numbers)
 
-    def _accumulators_of(self, device: torch.device) -> _Accumulators | None:
+    def _accumulators_of(self, device: torch.device, name: str) -> _Accumulators | None:
         """Return the accumulators of replays.
 
         None where no kernels of ours run, where the step records on other devices too, whose threads may run meanwhile, or where
-        more is recorded now than the accumulators have memory for, which earlier graphs write to.
+        more is recorded now than the accumulators have memory for, which earlier graphs write to. Where none can be made, as with
+        an allocator that has no pools, that is reported, and nothing is captured later.
         """
         if self._is_ended or why_no_kernels() is not None or self._observer.devices - {device}:
             return None
         table, found = self._observer.table(device), self._accumulators.get(device)
         if found is None:
-            with ordinary_torch():
-                found = self._accumulators[device] = _Accumulators(device, table)
+            before = TorchState()
+            try:
+                with ordinary_torch():
+                    found = self._accumulators[device] = _Accumulators(device, table)
+            except Exception as error:
+                before.restore()
+                if not is_ours(error):
+                    raise
+                self._is_ended = True
+                self._observer.report(name, f"repeated in eager code, without CUDA graphs: {_reason(error)}"[:300], False)
+                return None
         return found if found.table.has_room_for(table) else None
 
 
@@ -316,6 +328,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         with suppress(RuntimeError):
             graph.reset()
         raise
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _tensors(one: Repetition) -> Iterable[Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from typing import Any, cast
 
 import pytest
 import torch
 
+from fp8debug.adapters.interception import repetition_graphs
 from fp8debug.adapters.interception.listener import Scope
-from fp8debug.adapters.interception.repetition_graphs import Repetition, RepetitionGraphs, places_of
+from fp8debug.adapters.interception.repetition_graphs import Repetition, RepetitionGraphs, _Accumulators, places_of
 from fp8debug.kernels.torch_state import NotReplayableError, own_capture
 from fp8debug.observer.observer import Observer, Settings
 from fp8debug.recipes import get_recipe
@@ -118,3 +121,52 @@ def test_an_error_in_a_capture_ends_it_and_not_the_module() -> None:
     with own_capture(object()), pytest.raises(NotReplayableError):
         scope.guard(failing)
     assert len(failed) == 1
+
+
+def test_where_no_accumulators_can_be_made_repetitions_run_as_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support createOrIncrefPool")
+
+    said: list[str] = []
+    seen = observer()
+    seen.num_modules, seen.report = 1, lambda module, text, aloud: said.append(f"{module}: {text}")
+    monkeypatch.setattr(repetition_graphs, "_Accumulators", fail)
+    monkeypatch.setattr(repetition_graphs, "why_no_kernels", lambda: None)
+    graphs, ran = RepetitionGraphs(seen), list[int]()
+    monkeypatch.setattr(graphs, "_has_room", lambda region, device: True)
+    for step in range(4):
+        graphs.run(repetition((), run=lambda *_, step=step: ran.append(step)))
+        seen.start_step(step + 1)
+    assert ran == [0, 1, 2, 3]
+    assert len(said) == 1 and said[0].startswith(
+        "block: repeated in eager code, without CUDA graphs: RuntimeError: cudaMallocAsync"
+    )
+
+
+class Stream:
+    """A stream of a device that has failed, or of one that has not."""
+
+    def __init__(self, has_failed: bool) -> None:
+        self.has_failed, self.waits = has_failed, 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        if self.has_failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_memory_of_a_device_that_has_failed_is_not_given_back(has_failed: bool) -> None:
+    class Memory:
+        pass
+
+    memory = Memory()
+    kept = weakref.ref(memory)
+    accumulators: Any = object.__new__(_Accumulators)
+    accumulators.stream, accumulators._last, accumulators._retired = Stream(False), Stream(has_failed), deque()
+    accumulators._memory = memory
+    del memory
+    accumulators.close()
+    assert accumulators.stream.waits == accumulators._last.waits == 1
+    del accumulators
+    assert (kept() is not None) == has_failed
