@@ -29,6 +29,7 @@ def test_the_weight_that_became_nan_is_named(factors: Sequence[float], tmp_path:
     train(model, tmp_path / "run", steps=6, every=1, lr=1e-5, before=before, loss_of=loss_of)
     (finding,) = triage(tmp_path / "run")
     assert (finding.code, finding.name, finding.module) == ("F125", "nonfinite-weight", "blocks.1.up"), finding.message
+    assert "at step 5 (1 element), which held it when the step began" in finding.message  # and its cast spread it over a block
 
 
 def test_a_noisy_loss_before_a_nan_is_no_divergence(tmp_path: Path) -> None:

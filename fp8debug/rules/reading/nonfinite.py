@@ -69,7 +69,8 @@ class NonfiniteOrigin:
         """Elements that are NaN or Inf there; None when nobody counted."""
         if self.row["num_nan"] is None:
             return None
-        return int(self.row["num_nan"] + self.row["num_inf"] + self.row["num_made"])
+        came = int(self.row["num_nan"] + self.row["num_inf"])  # of a weight or an input its cast then spreads them over blocks
+        return came if self.kind in ("weight", "outside") else came + int(self.row["num_made"])
 
 
 def first_poison(run: Run) -> NonfiniteOrigin | None:
