@@ -226,7 +226,8 @@ def observe(
         histogram: the exponent histogram too, with the first cast.
     """
     x = source.x
-    if x.is_cuda and x.numel() and all(_takes(x, c, s) for c, s in zip(casts, scale_invs, strict=True)):
+    # One that is not taken here is looked at alone below, which says so where no other kernel takes it either.
+    if x.is_cuda and x.numel() and all(_why_not(x, c, s) is None for c, s in zip(casts, scale_invs, strict=True)):
         with on_device(x):
             found = gpu().observe(x, casts, scale_invs, histogram=histogram)
             return [_packed(found, i) for i in range(len(casts))]

@@ -73,6 +73,8 @@ def supports(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
     is_whole = rows is None and columns is None
     if (rows is None or columns is None) and not is_whole:
         return False  # one scale to a row or a column
+    if scale_inv is not None and not (isinstance(scale_inv, Tensor) and scale_inv.numel() == 1):
+        return False  # which the reference explains
     return x.dtype in DTYPES and x.layout == torch.strided and not (is_whole and (cast.four_over_six or cast.hadamard))
 
 

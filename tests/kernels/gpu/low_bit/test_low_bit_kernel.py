@@ -199,6 +199,7 @@ def test_what_the_kernels_leave_to_the_reference() -> None:
     assert not supports(x.double(), NVFP4)
     assert not supports(x, Cast(format="e4m3fnuz", granularity="rowwise"))
     assert not supports(x, replace(NVFP4, granularity="tensorwise", four_over_six=True))
+    assert not supports(x, NVFP4, torch.ones(2, device=DEVICE))
 
 
 def test_the_same_tensor_gives_the_same_bits_and_sums() -> None:
@@ -246,6 +247,20 @@ def test_dispatch_sends_them_there_and_fills_what_they_leave(cast: Cast, monkeyp
     assert dispatch._quantize_low_bit(x, Cast(), None, True) is None  # a plain cast
     with pytest.raises(UsageError):
         dispatch.quantize(x.int(), cast)
+    with pytest.raises(UsageError, match="a tensor with one number"):
+        dispatch.quantize(x, cast, torch.ones(2, device=DEVICE))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_cast_that_is_tried_by_a_kernel_is_not_said_to_run_in_torch_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(dispatch, "_say", lambda text, where=(): said.append(text))
+    x = sample("plain", (32, 64))
+    if not ALL:  # on a CPU a tensor passes for one on a GPU
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    dispatch.observe(Source(x), [NVFP4, MX], [None, None])
+    assert not said
 
 
 @pytest.mark.gpu
