@@ -31,7 +31,7 @@ from .mantine import dmc
 from .note_taking import take_notes
 from .plot_library import serve_library
 from .source import ServedFolder
-from .urls import parse
+from .urls import View, parse
 
 if TYPE_CHECKING:
     from .screens import Asked, Here, Screen
@@ -289,20 +289,33 @@ def _settle(app: dash.Dash, source: ServedFolder) -> None:
         is_first = "seen.data" in dash.ctx.triggered_prop_ids and seen is not None and seen["isFirst"]
         was_pending = here is not None and is_first and bool(here["was_pending"])
 
-        def work() -> str | None:
-            screens.import_rest()
-            run_view, page = source.open(view.run), screens.PAGES.get(view.page)
-            source.load_cache(run_view)
-            has_new = page is not None and screens.settled(page, view, run_view, was_pending)
-            return run_view.stamp if has_new else None
-
         try:
-            stamp = in_background(work)
+            stamp = settled_stamp(view, source, was_pending)
         except Fp8DebugError:
             raise PreventUpdate from None
         if stamp is None:
             raise PreventUpdate
         dash.set_props("settled", {"data": f"{stamp} {time.monotonic()}"})
+
+
+def settled_stamp(view: View, source: ServedFolder, was_pending: bool) -> str | None:
+    """Compute in the background what a page waits for; return the state of the run's files, or None where nothing is new.
+
+    Raises:
+        Fp8DebugError: the run cannot be read.
+    """
+    from . import screens
+
+    screens.import_rest()
+    run_view, page = source.open(view.run), screens.PAGES.get(view.page)
+    if page is not None:
+        page.is_pending(view, run_view)  # opens the runs beside it: threads of a connection keep the priority of who opens it
+
+    def work() -> bool:
+        source.load_cache(run_view)
+        return page is not None and screens.settled(page, view, run_view, was_pending)
+
+    return run_view.stamp if in_background(work) else None
 
 
 def _search(app: dash.Dash, source: ServedFolder) -> None:
