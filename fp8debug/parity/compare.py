@@ -119,9 +119,7 @@ def compare_paths(
                  if (told := odd_logprobs(dump, other, path, _DIFFER.max_error, problems)) is not None
                  for text, value, threshold, cure in (told,)]  # fmt: skip
     error = metrics.get("token_mult_prob_error")
-    if (places := moved(ours, theirs)) is not None:
-        rest = [f for f in findings if "rotary" not in (f.module or "").rpartition(".")[2]]
-        findings = [_of_positions(places, is_harmless=not rest and (error or 0.0) <= _DIFFER.max_error), *rest]
+    findings = _with_positions(findings, moved(ours, theirs), found, noise, error or 0.0)
     findings += _other_tokens(ours, theirs)
     if not findings and error is not None and error > _DIFFER.max_error:
         findings.append(_of_metric(error, metrics["num_tokens"], found))
@@ -189,16 +187,44 @@ def _other_tokens(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
     return [_DIFFER.found(text, tensor="tokens", value=float(place), cure=cure)]
 
 
-def _of_positions(places: tuple[int, int], *, is_harmless: bool) -> PathFinding:
-    """Return the finding of the same tokens at other positions; information where nothing else differs."""
-    text = f"the same tokens stand at other positions: at {places[0]} in training and at {places[1]} in the rollout"
-    text += "; nothing else that was recorded differs, as with rotary embeddings" if is_harmless else ""
+def _with_positions(
+    findings: Sequence[PathFinding],
+    places: tuple[int, int] | None,
+    found: Sequence[Measures],
+    noise: Mapping[str, Measures],
+    error: float,
+) -> list[PathFinding]:
+    """Return the findings with those of rotary embeddings judged by what reads them: attention does not see a common shift.
+
+    Args:
+        findings: so far.
+        places: positions of the first common token, where they differ.
+        found: all modules.
+        noise: those of a repetition.
+        error: of the log-probabilities.
+    """
+    turned = [f for f in findings if _is_rotary(f.module or "")]
+    rest = [f for f in findings if not _is_rotary(f.module or "")]
+    if places is None and not turned:
+        return list(findings)
+    others = [m for m in found if not _is_rotary(m.module)]
+    is_read = any(is_attention(m.module.rpartition(".")[0]) and None not in (m.input, m.output) for m in others)
+    is_harmless = is_read and not rest and error <= _DIFFER.max_error and not judge(others, noise)
+    more = "; nothing else that was recorded differs, as where all positions are shifted" if is_harmless else ""
+    severity = Severity.INFO if is_harmless else Severity.WARNING
+    if places is None:
+        return [*(replace(f, severity=severity, message=f"{f.message}{more}") for f in turned), *rest]
+    text = f"the same tokens stand at other positions: at {places[0]} in training and at {places[1]} in the rollout{more}"
     cure = (
         "count positions from the first token that is no padding in both paths; learned embeddings depend on them, rotary ones on"
         " differences alone"
     )
-    severity = Severity.INFO if is_harmless else _DIFFER.severity
-    return _DIFFER.found(text, tensor="positions", value=float(places[1] - places[0]), severity=severity, cure=cure)
+    value = float(places[1] - places[0])
+    return [_DIFFER.found(text, tensor="positions", value=value, severity=severity, cure=cure), *rest]
+
+
+def _is_rotary(name: str) -> bool:
+    return "rotary" in name.rpartition(".")[2]
 
 
 def _located(

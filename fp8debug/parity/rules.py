@@ -234,7 +234,8 @@ class KernelDiffers(PathRule):
     What it detects
         Outputs of equal inputs and weights that differ beyond noise, and inputs that differ although everything computed before
         them is the same: attention, activation function, norm with another epsilon, position embedding, batch-dependent GEMMs.
-        And logits that a path caps or scales after its head, or in it, and the other does not.
+        And logits that a path caps or scales after its head, or in it, and the other does not. Rotary embeddings whose
+        difference attention does not see, as where all positions are shifted, are information.
 
     Why it matters
         It is a bug where the size is not that of rounding (another epsilon, a mask), and a bound on parity where it is.

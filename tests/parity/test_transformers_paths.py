@@ -294,6 +294,23 @@ def test_positions_that_count_padding_are_named(make: Callable[[], Any], codes: 
     assert report[0].tensor == "positions" and "at 0 in training and at 8 in the rollout" in report[0].message
 
 
+@pytest.mark.parametrize(("factor", "severity"), [(1.0, "info"), (0.8, "warning")], ids=["shifted", "another theta"])
+@pytest.mark.parametrize("are_recorded", [False, True], ids=["positions by default", "positions recorded"])
+def test_rotary_embeddings_are_judged_by_attention(factor: float, severity: str, are_recorded: bool, tmp_path: Path) -> None:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    rollout.model.rotary_emb.inv_freq.mul_(factor)
+    padded = _padded(rollout, tokens(), 8)
+    if not are_recorded:  # transformers counts the padding
+        del padded["position_ids"]
+    record_path(train, {"input_ids": tokens()}, tmp_path / "train")
+    record_path(rollout, padded, tmp_path / "rollout")
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert (report[0].code, str(report[0].severity)) == ("F308" if are_recorded else "F306", severity)
+    assert {f.module for f in report[1:]} <= ({"model.layers.0.self_attn"} if severity == "warning" else set())
+    assert ("nothing else that was recorded differs" in report[0].message) is (severity == "info")
+
+
 def test_a_path_without_the_first_token_is_named(tmp_path: Path) -> None:
     model, ids = model_of(), tokens()
     with pytest.raises(RunError, match=rf"rollout begins 1 later: it lacks {int(ids[0, 0])}, as a token of the beginning"):
