@@ -155,7 +155,7 @@ def _few_modules(ours: PathDump, theirs: PathDump, found: Sequence[Measures]) ->
     fewer = min(len(ours.modules), len(theirs.modules))
     if len(found) >= fewer / 2:
         return []
-    return [f"only {len(found)} of {fewer} modules have one name in both: another model, or map names with --names TABLE"]
+    return [f"only {len(found)} of {fewer} modules have the same name in both: another model, or map names with --names TABLE"]
 
 
 def _few_tokens(ours: PathDump, theirs: PathDump) -> list[str]:

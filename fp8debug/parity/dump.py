@@ -530,9 +530,9 @@ def _begun_later(long: PathDump, short: PathDump) -> str:
     for number in range(1, MAX_LACKING + 1):
         part = a[number : number + len(b)]
         if len(part) >= MAX_LACKING and part == b[: len(part)]:
-            return (
-                f"; {short.name} begins {number} later: it lacks {', '.join(map(str, a[:number]))}, as a token of the beginning"
-            )
+            ids = ", ".join(map(str, a[:number]))
+            tokens = "token" if number == 1 else "tokens"
+            return f"; {short.name} starts {number} {tokens} later, without {ids}: begin-of-sequence tokens that one path adds?"
     return ""
 
 

@@ -29,8 +29,6 @@ ONE_SCALE = 0.01
 #: Relative difference of two sums of the same numbers, in another order.
 SAME_SUM = 1e-9
 _COLUMNS = "module, tensor, reference, cast_name, actual, call_index, numel, amax, sum_x2, sum_y2"
-
-
 #: Rows of a module by tensor.
 Site = dict[str, dict[str, Any]]
 
@@ -83,7 +81,7 @@ def measure_runs(
         if found is None and is_same and is_of_same:
             parent = name.rpartition(".")[0]
             is_behind = is_attention(parent) and any(m.module.rpartition(".")[0] == parent for m in measures[:-1])
-            found = _size(one, given, made, before, is_behind)
+            found = judge_size(one, given, made, before, is_behind)
         if found is not None:
             findings.append(found)
         is_same &= found is None
@@ -117,7 +115,7 @@ def _has_as_many(name: str, a: Site, b: Site, paths: tuple[str | Path, str | Pat
     return counts[0] == counts[1]
 
 
-def _size(one: Measures, given: float | None, made: float | None, before: float, is_behind: bool) -> PathFinding | None:
+def judge_size(one: Measures, given: float | None, made: float | None, before: float, is_behind: bool) -> PathFinding | None:
     """Return the finding of a module whose input or output has another size, by more than what is before it makes.
 
     Args:
@@ -135,7 +133,12 @@ def _size(one: Measures, given: float | None, made: float | None, before: float,
     noise = max(before, given or 0.0)
     limit = MAX_SAME if noise <= SAME_SUM else max(MAX_NOISE, MAX_GROWTH * noise)
     if made is not None and made > limit:
-        text = f"{one.module}: input, weight and casts are the same, and the output's size differs by {made:.2g}"
+        same = "input, weight and casts are the same"
+        if given is None:
+            same = "weight and casts are the same, the input's size was not recorded"
+        elif given > MAX_SAME:
+            same = f"weight and casts are the same, the input's size differs by {given:.2g}"
+        text = f"{one.module}: {same}, and the output's size differs by {made:.2g}"
         return replace(_found("F306", text, one, made, "output"), threshold=limit)
     return None
 

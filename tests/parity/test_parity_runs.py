@@ -13,6 +13,8 @@ import fp8debug
 from fp8debug.errors import RunError
 from fp8debug.linear import Fp8Linear
 from fp8debug.parity import compare_paths
+from fp8debug.parity.measures import Measures
+from fp8debug.parity.runs import judge_size
 from tests.recording.models import batch, net
 
 
@@ -85,3 +87,16 @@ def test_a_module_in_high_precision_in_one_run(tmp_path: Path) -> None:
 def test_other_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="record both on the same tokens"):
         compare_paths(record(net(), tmp_path / "train"), record(net(), tmp_path / "rollout", rows=64))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (0.0, "a: input, weight and casts are the same, and the output's size differs by 0.5"),
+        (5e-4, "a: weight and casts are the same, the input's size differs by 0.0005, and the output's size differs by 0.5"),
+        (None, "a: weight and casts are the same, the input's size was not recorded, and the output's size differs by 0.5"),
+    ],
+)
+def test_an_input_is_called_the_same_where_it_is(given: float | None, says: str) -> None:
+    finding = judge_size(Measures(module="a", theirs="a", kind=""), given, 0.5, before=5e-4, is_behind=True)
+    assert finding is not None and finding.message == says

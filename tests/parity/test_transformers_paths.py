@@ -313,7 +313,7 @@ def test_rotary_embeddings_are_judged_by_attention(factor: float, severity: str,
 
 def test_a_path_without_the_first_token_is_named(tmp_path: Path) -> None:
     model, ids = model_of(), tokens()
-    with pytest.raises(RunError, match=rf"rollout begins 1 later: it lacks {int(ids[0, 0])}, as a token of the beginning"):
+    with pytest.raises(RunError, match=rf"rollout starts 1 token later, without {int(ids[0, 0])}: begin-of-sequence"):
         compared(model, model, tmp_path, ids, ids[:, 1:])
 
 
