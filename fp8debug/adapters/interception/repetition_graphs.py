@@ -15,7 +15,7 @@ graph could not be used.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
@@ -35,6 +35,8 @@ from fp8debug.observer.table import Table
 FREE_SHARE = 0.1
 #: Memory of a graph as a multiple of what the forward pass of its repetition holds: gradients and casts come to it.
 MEMORY_FACTOR = 3
+#: How long the end of a watch waits for the device.
+PATIENCE_S = 60.0
 _SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -114,7 +116,8 @@ class _Accumulators:
             self.table = table.apart()
         torch.cuda.current_stream(device).wait_stream(self.stream)
         self._last: torch.cuda.Stream | None = None  # that a graph was replayed on
-        self._retired: deque[tuple[torch.cuda.Event, _Graph]] = deque()
+        self._retired: list[_Graph] = []
+        self._has_run, self._is_noted = new_event(), False  # all of them, once that is noted
         self._num_users = self._memory.use_count()
 
     def begin_capture(self) -> None:
@@ -130,26 +133,36 @@ class _Accumulators:
 
     def retire(self, graph: _Graph) -> None:
         """Keep a graph that is given up until the device has run its replays: they read numbers from memory of the host."""
-        if self._last is not None:
-            done = new_event()
-            done.record(self._last)
-            self._retired.append((done, graph))
+        self._retired.append(graph)
+        with suppress(RuntimeError):  # the device may be what failed: then they are kept for good
+            self._note_end()
 
     def release(self) -> None:
-        """Let go of the graphs that were given up and whose replays have run, without waiting for any."""
-        while self._retired and self._retired[0][0].query():  # type: ignore[no-untyped-call]  # torch's
-            self._retired.popleft()
+        """Let go of the graphs that were given up, if their replays have run, without waiting for them."""
+        if self._retired and self._is_noted and self._has_run.query():  # type: ignore[no-untyped-call]  # torch's
+            self._retired.clear()
+
+    def _note_end(self) -> None:
+        """Have the device tell when it has run all that was started so far."""
+        self._is_noted = False  # an event that could not be recorded says that it has come
+        self._has_run.record(self.stream if self._last is None else self._last)
+        self._is_noted = True
 
     def close(self) -> None:
-        """Wait for the last replay, which reads and writes memory that is given back next; a device that has failed keeps it."""
-        try:
-            for stream in (self.stream, self._last):
-                if stream is not None:
-                    stream.synchronize()
-        except RuntimeError:
-            # Its end would call cudaFree(), whose error ends the process: the program's own error is the one to be seen.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
-        self._retired.clear()
+        """Wait for the replays of all graphs, which were given up, and whose memory is given back next.
+
+        Where the device has failed, or another rank has and this one's device waits for it, the memory is never given back: to do
+        that would call cudaFree(), which ends the process at an error, and waits for as long as the device does.
+        """
+        end, has_run = time.monotonic() + PATIENCE_S, False
+        with suppress(RuntimeError):
+            self._note_end()
+            while not (has_run := bool(self._has_run.query())) and time.monotonic() < end:  # type: ignore[no-untyped-call]  # torch's
+                time.sleep(0.001)
+        if has_run:
+            self._retired.clear()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def recover(self) -> None:
         """Have torch forget a capture that failed.
@@ -192,6 +205,8 @@ class RepetitionGraphs:
 
     def remove(self) -> None:
         """Give the graphs' memory back, once the device has run them."""
+        for region in self._regions.values():
+            self._give_up(region)
         for accumulators in self._accumulators.values():
             accumulators.close()
         self._regions.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import Any, cast
 
 import pytest
@@ -70,10 +69,10 @@ def test_a_second_microbatch_gives_a_graph_up_too() -> None:
 
 
 def test_the_end_waits_for_replays_before_it_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs, accumulators, _ = with_graph()
+    graphs, accumulators, graph = with_graph()
     monkeypatch.setattr(accumulators, "close", lambda: accumulators.done.append(len(graphs._regions)))
     graphs.remove()
-    assert accumulators.done == [1] and not graphs._regions and not graphs._accumulators
+    assert accumulators.done == [graph, 1] and not graphs._regions and not graphs._accumulators
 
 
 def test_an_argument_that_the_host_may_read_keeps_a_region_without_a_graph() -> None:
@@ -143,30 +142,30 @@ def test_where_no_accumulators_can_be_made_repetitions_run_as_eager_code(monkeyp
     )
 
 
-class Stream:
-    """A stream of a device that has failed, or of one that has not."""
+class Event:
+    """An event of a device that has come there, that waits for good, or that has failed."""
 
-    def __init__(self, has_failed: bool) -> None:
-        self.has_failed, self.waits = has_failed, 0
+    def __init__(self, state: str) -> None:
+        self.state, self.num_asked = state, 0
 
-    def synchronize(self) -> None:
-        self.waits += 1
-        if self.has_failed:
+    def record(self, stream: Any) -> None:
+        if self.state == "failed":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    def query(self) -> bool:
+        self.num_asked += 1
+        return self.state == "failed" or (self.state == "there" and self.num_asked > 2)  # it was never recorded, or came
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_memory_of_a_device_that_has_failed_is_not_given_back(has_failed: bool) -> None:
-    class Memory:
-        pass
 
-    memory = Memory()
-    kept = weakref.ref(memory)
+@pytest.mark.parametrize("state", ["there", "waits", "failed"])
+def test_memory_is_given_back_once_the_device_has_run_the_replays(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repetition_graphs, "PATIENCE_S", 0.05)
+    graphs, _, _ = with_graph()
     accumulators: Any = object.__new__(_Accumulators)
-    accumulators.stream, accumulators._last, accumulators._retired = Stream(False), Stream(has_failed), deque()
-    accumulators._memory = memory
-    del memory
-    accumulators.close()
-    assert accumulators.stream.waits == accumulators._last.waits == 1
+    accumulators._last, accumulators._retired, accumulators._has_run = object(), [], Event(state)
+    graphs._accumulators[CPU], kept = accumulators, weakref.ref(accumulators)
     del accumulators
-    assert (kept() is not None) == has_failed
+    graphs.remove()
+    left = kept()
+    assert (left is None) == (state == "there"), "else it is never given back"
+    assert left is None or len(left._retired) == 1
