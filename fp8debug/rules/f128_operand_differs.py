@@ -351,7 +351,8 @@ def _of_another(row: dict[str, Any]) -> str | None:
     if (right := num_right(row)) is not None:
         return (
             f"{numbers} over {row['num_tensors']} tensors (microbatches, calls, ranks), as where {row['num_tensors'] - right} of"
-            " them were read as another tensor or an older one (that of the call before, a buffer that was read too early)"
+            " them were read as another tensor or an older one (that of the call before, a buffer that was read too early); wrong"
+            " signs or places in a part of each leave the same numbers"
         )
     return _by_direction(row["cosine"], row["gain"], row["norm_ratio"]) if _are_unrelated(row) else None
 

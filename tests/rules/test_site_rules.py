@@ -143,7 +143,9 @@ def test_foreign_scales_and_another_tensor_in_some_microbatches(tmp_path: Path, 
     slots = {**rotated(cosine), "headroom": 4.0, "num_tensors": num}
     (finding,) = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=slots)]))
     assert (finding.code, finding.module) == (code, CULPRIT)
-    assert code == "F119" or "as where 2 of them were read as another tensor" in finding.message
+    if code == "F128":
+        assert "as where 2 of them were read as another tensor" in finding.message
+        assert "wrong signs or places in a part of each leave the same numbers" in finding.message
 
 
 @pytest.mark.parametrize(("recipe", "sqnr_db", "are_wrong"), [
