@@ -275,7 +275,7 @@ def _of_adapter(finding: PathFinding, ours: PathDump, theirs: PathDump, m: Measu
     path = 0 if m.adapter[0] else 1
     with_adapter, other = (ours, theirs) if m.adapter[0] else (theirs, ours)
     names = m.module, m.theirs
-    start, number = m.weight_rows[1 - path]
+    first, (start, number) = m.weight_rows[path][0], m.weight_rows[1 - path]
     with ExitStack() as stack:
         sources = (
             with_adapter.weight(f"{names[path]}.base_layer", stack),
@@ -285,8 +285,8 @@ def _of_adapter(finding: PathFinding, ours: PathDump, theirs: PathDump, m: Measu
         if any(one is None for one in sources) or not number:
             return None
         base, whole, held = (
-            one[0].read(first, first + min(ADAPTER_ROWS, number)).astype(float)
-            for one, first in zip(sources, (0, 0, start), strict=True)
+            one[0].read(row, row + min(ADAPTER_ROWS, number)).astype(float)
+            for one, row in zip(sources, (first, first, start), strict=True)
             if one is not None
         )
     delta, difference = whole - base, held - base

@@ -200,6 +200,39 @@ def test_a_difference_has_its_cause(case: Difference, tmp_path: Path) -> None:
     assert case.says in report[0].message, told
 
 
+class Parts(nn.Module):
+    """Three projections, each a Linear or all of them rows of one Linear with an adapter."""
+
+    def __init__(self, parts: tuple[nn.Linear, ...], joined: Adapted | None = None) -> None:
+        super().__init__()
+        self.embed_tokens, self.self_attn = nn.Embedding(300, WIDTH), nn.Module()
+        if joined is not None:
+            self.self_attn.qkv_proj = joined
+        else:
+            self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj = parts
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, inner = self.embed_tokens(input_ids), self.self_attn
+        if hasattr(inner, "qkv_proj"):
+            return torch.cat(inner.qkv_proj(x).chunk(3, -1)[::-1], -1)
+        return torch.cat([inner.v_proj(x), inner.k_proj(x), inner.q_proj(x)], -1)
+
+
+def test_a_part_of_a_joined_module_without_the_adapter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = tuple(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+    base = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+    base.weight.data = torch.cat([part.weight.data for part in parts])
+    joined = Adapted(base)
+    for number in (0, 2):  # in training the adapter is merged into q and v
+        parts[number].weight.data += 2.0 * joined.product[number * WIDTH : (number + 1) * WIDTH]
+    train, rollout = Parts(parts), Parts((), joined)
+    rollout.embed_tokens = train.embed_tokens
+    report = compared(train.requires_grad_(False), rollout.requires_grad_(False), tmp_path)
+    assert [(f.code, f.module) for f in report] == [("F301", "self_attn.k_proj")]
+    assert "the training's weight is that of the base, without the adapter that the rollout adds" in report[0].message
+
+
 def _merged() -> tuple[Any, Any]:
     train = adapted(model_of())
     return train, merged(train, 2.0)
