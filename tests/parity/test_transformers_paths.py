@@ -205,17 +205,13 @@ class Parts(nn.Module):
 
     def __init__(self, parts: tuple[nn.Linear, ...], joined: Adapted | None = None) -> None:
         super().__init__()
-        self.embed_tokens, self.self_attn = nn.Embedding(300, WIDTH), nn.Module()
-        if joined is not None:
-            self.self_attn.qkv_proj = joined
-        else:
-            self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj = parts
+        named: dict[str, nn.Module] = dict(zip(("q_proj", "k_proj", "v_proj"), parts, strict=False))
+        self.embed_tokens = nn.Embedding(300, WIDTH)
+        self.self_attn = nn.ModuleDict(named if joined is None else {"qkv_proj": joined})
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x, inner = self.embed_tokens(input_ids), self.self_attn
-        if hasattr(inner, "qkv_proj"):
-            return torch.cat(inner.qkv_proj(x).chunk(3, -1)[::-1], -1)
-        return torch.cat([inner.v_proj(x), inner.k_proj(x), inner.q_proj(x)], -1)
+        x = self.embed_tokens(input_ids)
+        return torch.cat([part(x) for part in self.self_attn.values()], -1)
 
 
 def test_a_part_of_a_joined_module_without_the_adapter(tmp_path: Path) -> None:
