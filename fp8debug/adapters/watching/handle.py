@@ -26,7 +26,7 @@ from fp8debug.adapters.interception.sublinears import TOKENS, SubLinear, kind_of
 from fp8debug.adapters.watching.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.adapters.watching.dumps import Dumper
-from fp8debug.adapters.watching.inference import MEASURES, compare_paths, round_to
+from fp8debug.adapters.watching.inference import MEASURES, as_called, compare_paths, round_to
 from fp8debug.adapters.watching.inference_steps import InferenceSteps
 from fp8debug.adapters.watching.optimizer_steps import UpdateRecorder
 from fp8debug.adapters.watching.pipeline import ignore_shape_inference, rank_entry
@@ -277,11 +277,11 @@ class Watch:
         Modules are compared where both passes call modules of the same names and nothing is compiled (see ``compare_paths``).
 
         Args:
-            args: what the model's forward takes.
+            args: what the model's forward takes; one mapping whose keys are all names of its arguments is taken as keywords.
             inference: the path of inference; the model with its FP8 Linears in high precision by default.
             kwargs: as args.
         """
-        found = compare_paths(self._roots[0], args, kwargs, inference)
+        found = compare_paths(self._roots[0], *as_called(self._roots[0], args, kwargs), inference)
         self.note(**found.columns)
         if found.problem is not None:
             self._observer.report("compare_inference", f"not told by module: {found.problem}", True)

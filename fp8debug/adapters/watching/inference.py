@@ -13,6 +13,7 @@ Modules of the two passes belong together by their names below the first module 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,6 +117,16 @@ class _Pass:
             return {}
         names = {id(module): plain_name(name) for name, module in self.root.named_modules(remove_duplicate=False)}
         return {names[key]: seen for key, seen in self.calls.items() if key in names}
+
+
+def as_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward, given one batch as trainers have it: a mapping of its keywords is one argument."""
+    if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+        return args, kwargs
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    return ((), dict(args[0])) if takes_any or names.issuperset(args[0]) else (args, kwargs)
 
 
 def compare_paths(

@@ -101,3 +101,29 @@ def test_no_hook_is_left(tmp_path: Path) -> None:
     judged(tmp_path / "run", model, lambda engine: None)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+class _Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        out: Tensor = self.head(tokens if mask is None else tokens * mask)
+        return out
+
+
+class _OneMapping(_Keywords):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]  # another call
+        out: Tensor = self.head(batch["tokens"])
+        return out
+
+
+@pytest.mark.parametrize("make", [_Keywords, _OneMapping])
+def test_a_batch_may_be_a_mapping(make: type[_Keywords], tmp_path: Path) -> None:
+    model = fp8debug.convert(make(), "tensorwise_current")
+    with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
+        watch.compare_inference({"tokens": torch.randn(8, 16)})
+        watch.step()
+    steps = fp8debug.Run(tmp_path / "run").sql("SELECT inference_kl FROM steps").to_pylist()
+    assert steps[0]["inference_kl"] >= 0
