@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -134,7 +134,7 @@ class _Accumulators:
     def retire(self, graph: _Graph) -> None:
         """Keep a graph that is given up until the device has run its replays: they read numbers from memory of the host."""
         self._retired.append(graph)
-        with suppress(RuntimeError):  # the device may be what failed: then they are kept for good
+        with _errors_dropped():  # the device may be what failed: then they are kept for good
             self._note_end()
 
     def release(self) -> None:
@@ -155,7 +155,7 @@ class _Accumulators:
         that would call cudaFree(), which ends the process at an error, and waits for as long as the device does.
         """
         end, has_run = time.monotonic() + PATIENCE_S, False
-        with suppress(RuntimeError):
+        with _errors_dropped():
             self._note_end()
             while not (has_run := bool(self._has_run.query())) and time.monotonic() < end:  # type: ignore[no-untyped-call]  # torch's
                 time.sleep(0.001)
@@ -171,14 +171,14 @@ class _Accumulators:
         the pool believes itself in use, which an older torch ends the process for when it lets go of the pool.
         """
         device = self.table.device
-        with suppress(RuntimeError):
+        with _errors_dropped():
             torch._C._cuda_endAllocateToPool(device.index, self.pool)
         for _ in range(self._memory.use_count() - self._num_users):
-            with suppress(RuntimeError):
+            with _errors_dropped():
                 torch._C._cuda_releasePool(device.index, self.pool)
         for _ in range(2):
-            with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                x, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+            with _errors_dropped(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                x, graph = torch.zeros(1, dtype=torch.float32, device=device), torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="relaxed")
                 try:
                     x.add_(1)
@@ -328,6 +328,16 @@ class RepetitionGraphs:
 
 
 @contextmanager
+def _errors_dropped() -> Iterator[None]:
+    """Drop errors of torch and CUDA in what only cleans up after another one, or before memory is given back."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_ours(error):
+            raise
+
+
+@contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what runs on the current stream; an error of it is raised, not what CUDA says of a capture that it ended."""
     try:
@@ -335,12 +345,12 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):
+            with _errors_dropped():
                 graph.capture_end()
             raise
         graph.capture_end()
     except BaseException:
-        with suppress(RuntimeError):
+        with _errors_dropped():
             graph.reset()
         raise
 
