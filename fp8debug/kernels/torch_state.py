@@ -256,7 +256,7 @@ def is_own_capture() -> bool:
 
 
 class NotReplayableError(Exception):
-    """What is recorded cannot be recorded by a replay; its text says what it is."""
+    """A replay cannot record this; its text says what."""
 
 
 def refuse_replays(what: str) -> None:

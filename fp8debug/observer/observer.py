@@ -154,7 +154,7 @@ class GradientSums(Protocol):
 
 
 class Replayable(NamedTuple):
-    """What a pass recorded apart from its step: its rows by their numbers, and which GEMMs it searched for NaN and Inf."""
+    """Record of a pass apart from its step: its rows by their numbers, and which GEMMs it searched for NaN and Inf."""
 
     filled: dict[int, RowInfo]
     checked: list[tuple[str, Gemm, Tensor]]

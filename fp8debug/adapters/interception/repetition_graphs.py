@@ -69,7 +69,7 @@ class Repetition(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What a graph is made for; None where there can be none."""
+        """Key of a graph: all that it is made for; None where there can be none."""
         leaves, spec = _pytree.tree_flatten((self.args, self.kwargs))
         found = [_described(x, self.device) for x in (*leaves, *self.grads)]
         return None if self.state is None or None in found else (self.state, str(spec), tuple(found))
@@ -177,7 +177,7 @@ class _Accumulators:
             with _errors_dropped():
                 torch._C._cuda_releasePool(device.index, self.pool)
         for _ in range(2):
-            with _errors_dropped(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            with _errors_dropped(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch's
                 x, graph = torch.zeros(1, dtype=torch.float32, device=device), torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="relaxed")
                 try:
