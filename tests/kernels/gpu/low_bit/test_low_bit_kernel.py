@@ -103,7 +103,7 @@ def assert_same_slots(found: Slots, x: torch.Tensor, cast: Cast, expected: Quant
         value = value.double()
         if kind == "float64":
             size = torch.maximum(torch.as_tensor(sizes.get(name, want.abs())).double(), want.abs())
-            assert (value - want).abs() <= 1e-11 * size or value == want, (name, value.item(), want.item())
+            assert (value - want).abs() <= 1e-12 * size or value == want, (name, value.item(), want.item())
         elif name in ("worst_block_nmse", "max_block_range_log2"):
             assert torch.isclose(value, want, rtol=1.2e-7, atol=0), (name, value.item(), want.item())
         else:
