@@ -119,10 +119,10 @@ def compare_paths(
                  if (told := odd_logprobs(dump, other, path, _DIFFER.max_error, problems)) is not None
                  for text, value, threshold, cure in (told,)]  # fmt: skip
     error = metrics.get("token_mult_prob_error")
-    findings = _with_positions(findings, moved(ours, theirs), found, noise, error or 0.0)
+    findings = _with_positions(findings, moved(ours, theirs), found, noise, error or 0.0, problems)
     findings += _other_tokens(ours, theirs)
     if not findings and error is not None and error > _DIFFER.max_error:
-        findings.append(_of_metric(error, metrics["num_tokens"], found))
+        findings += _of_metric(error, metrics["num_tokens"], found, problems)
     return ParityReport(
         findings,
         train=str(train),
@@ -135,19 +135,30 @@ def compare_paths(
     )
 
 
-def _of_metric(error: float, num_tokens: int, found: Sequence[Measures]) -> PathFinding:
+def _of_metric(error: float, num_tokens: int, found: Sequence[Measures], problems: list[str]) -> list[PathFinding]:
     """Return the finding of a large difference of the log-probabilities that no module explains.
 
-    It is information where noise that each module passes on has grown to it: the head reads and gives other numbers, by no
-    difference of its own.
+    Noise that grows on its way to the head is none: the problems get a line.
     """
     text = f"token_mult_prob_error is {error:.3g} over {num_tokens} tokens; no recorded module differs beyond noise"
-    head = next((m for m in reversed(found) if m.module.rpartition(".")[2] in HEADS), None)
+    head = _head_of_noise(found)
+    if head is None:
+        return [_DIFFER.found(text, value=error, threshold=_DIFFER.max_error)]
+    problems.append(
+        f"{text}, which grows to {head.input:.2g} of the square of the head's input; batch-invariant kernels and one attention"
+        " backend in both paths avoid it"
+    )
+    return []
+
+
+def _head_of_noise(found: Sequence[Measures]) -> Measures | None:
+    """Return the head where the paths begin alike and noise has grown to its input and output; else None."""
+    recorded = [m for m in found if not _is_rotary(m.module) and (m.input, m.output) != (None, None)]
+    head = next((m for m in reversed(recorded) if m.module.rpartition(".")[2] in HEADS), None)
     if head is None or min(head.input or 0.0, head.output or 0.0) <= _KERNEL.max_same:
-        return _DIFFER.found(text, value=error, threshold=_DIFFER.max_error)
-    cure = "use batch-invariant kernels and one attention backend in both paths; --repeat measures the noise of one path"
-    text += f", which grows to {head.input:.2g} of the square of the head's input"
-    return _DIFFER.found(text, value=error, threshold=_DIFFER.max_error, severity=Severity.INFO, cure=cure)
+        return None
+    first = recorded[0].input if recorded[0].input is not None else recorded[0].output
+    return head if (first or 0.0) <= _KERNEL.max_same else None
 
 
 def _few_modules(ours: PathDump, theirs: PathDump, found: Sequence[Measures]) -> list[str]:
@@ -193,8 +204,11 @@ def _with_positions(
     found: Sequence[Measures],
     noise: Mapping[str, Measures],
     error: float,
+    problems: list[str],
 ) -> list[PathFinding]:
     """Return the findings with those of rotary embeddings judged by what reads them: attention does not see a common shift.
+
+    Where nothing else differs, other positions are no finding, and a line of the problems.
 
     Args:
         findings: so far.
@@ -202,6 +216,7 @@ def _with_positions(
         found: all modules.
         noise: those of a repetition.
         error: of the log-probabilities.
+        problems: takes the line.
     """
     turned = [f for f in findings if _is_rotary(f.module or "")]
     rest = [f for f in findings if not _is_rotary(f.module or "")]
@@ -209,18 +224,25 @@ def _with_positions(
         return list(findings)
     others = [m for m in found if not _is_rotary(m.module)]
     is_read = any(is_attention(m.module.rpartition(".")[0]) and None not in (m.input, m.output) for m in others)
-    is_harmless = is_read and not rest and error <= _DIFFER.max_error and not judge(others, noise)
-    more = "; nothing else that was recorded differs, as where all positions are shifted" if is_harmless else ""
-    severity = Severity.INFO if is_harmless else Severity.WARNING
+    is_noise = error <= _DIFFER.max_error or _head_of_noise(found) is not None
+    is_harmless = is_read and is_noise and not rest and not judge(others, noise)
+    text = (
+        ""
+        if places is None
+        else f"the same tokens stand at other positions: at {places[0]} in training and at {places[1]} in the rollout"
+    )
+    if is_harmless:
+        more = "nothing else that was recorded differs, as where all positions are shifted"
+        problems.append(f"{text or one_line(turned[0].message)}; {more}")
+        return []
     if places is None:
-        return [*(replace(f, severity=severity, message=f"{f.message}{more}") for f in turned), *rest]
-    text = f"the same tokens stand at other positions: at {places[0]} in training and at {places[1]} in the rollout{more}"
+        return [*turned, *rest]
     cure = (
         "count positions from the first token that is no padding in both paths; learned embeddings depend on them, rotary ones on"
         " differences alone"
     )
     value = float(places[1] - places[0])
-    return [_DIFFER.found(text, tensor="positions", value=value, severity=severity, cure=cure), *rest]
+    return [_DIFFER.found(text, tensor="positions", value=value, cure=cure), *rest]
 
 
 def _is_rotary(name: str) -> bool:

@@ -235,7 +235,7 @@ class KernelDiffers(PathRule):
         Outputs of equal inputs and weights that differ beyond noise, and inputs that differ although everything computed before
         them is the same: attention, activation function, norm with another epsilon, position embedding, batch-dependent GEMMs.
         And logits that a path caps or scales after its head, or in it, and the other does not. Rotary embeddings whose
-        difference attention does not see, as where all positions are shifted, are information.
+        difference attention does not see, as where all positions are shifted, are none.
 
     Why it matters
         It is a bug where the size is not that of rounding (another epsilon, a mask), and a bound on parity where it is.
@@ -308,10 +308,11 @@ class PathsDiffer(PathRule):
 
     What it detects
         token_mult_prob_error, the mean of exp(|difference of the log-probabilities|), above max_error, where no module's own
-        difference explains it; a NaN or Inf in one path alone or in both. And recorded log-probabilities that do not follow
-        from the same path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another
-        token. And sequences that go on with other tokens in both paths after the same beginning, the same tokens at other
-        positions (information where nothing else differs), and a layer that one path alone runs.
+        difference and no noise that grows on its way explains it; a NaN or Inf in one path alone or in both. And recorded
+        log-probabilities that do not follow from the same path's logits, by the same limit: of another temperature,
+        renormalized after top-p or top-k, of another token. And sequences that go on with other tokens in both paths after the
+        same beginning, the same tokens at other positions (none where nothing else differs), and a layer that one path alone
+        runs.
 
     Why it matters
         Importance ratios are off, whatever the reason.
