@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import cast_floor_db
+from fp8debug.rules.reading.bounds import READ_AS_ANOTHER, cast_floor_db
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
 from fp8debug.rules.reading.traces import Trace, num_right, times, traces
@@ -147,14 +147,15 @@ class ScaleGrid(Rule):
         """Return whether the data cannot be the tensor's, under whatever order of its scales.
 
         Blocks at random under scales s of each other have the cosine E[s]^2 / E[s^2], by Kantorovich's inequality at least
-        4 r / (1 + r)^2 where the largest scale is r times the smallest. Data of another tensor have about 0, at the right size,
+        4 r / (1 + r)^2 where the largest scale is r times the smallest, and never a negative one, as scales have no sign. Data of
+        another tensor have about 0, or less, at the right size,
         and where j of n tensors of a row were right, about j / n. Scales of other blocks leave a tensor its size; where
         it is far larger, they may be inverse, so that r is squared.
         """
         smallest, largest = row["scale_inv_min"], row["scale_inv_max"]
         if not smallest or row["norm_ratio"] is None:
             return False
-        cosine, spread = abs(row["cosine"] or 0.0), largest / smallest
+        cosine, spread = row["cosine"] or 0.0, largest / smallest
         if not 1 / self.max_resized < row["norm_ratio"] < self.max_resized:
             return bool(cosine < self.max_unrelated * _kantorovich(spread if row["norm_ratio"] < 1 else spread**2))
         if not 0.5 < row["norm_ratio"] < 2:
@@ -168,7 +169,10 @@ class ScaleGrid(Rule):
         return self.min_headroom if fmt is None else max(self.min_headroom, 1.02 * 2.0 ** (fmt.emax + 1) / fmt.max)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to other Hadamard signs, and to a weight that is another's or went stale before it outgrew its scales."""
+        """Yield to other signs, another format, and a weight that is another's or went stale before it outgrew its scales."""
+        misread = {(part.module, part.gemm, part.tensor) for f in others if f.name == READ_AS_ANOTHER for part in f.sites}
+        if all((part.module, part.gemm, part.tensor) in misread for part in finding.sites):
+            return False
         signs = {(part.module, part.tensor) for f in others if f.code == "F146" for part in f.sites}
         if all((part.module, part.tensor) in signs for part in finding.sites):
             return False

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import one_scale_db
+from fp8debug.rules.reading.bounds import READ_AS_ANOTHER, one_scale_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.traces import RUNNING, Trace, traces
+from fp8debug.rules.reading.traces import RUNNING, Trace, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _IS_E5M2 = "cast_name LIKE 'e5m2%' AND tensor IN ('input', 'weight')"  # AMD's kind too
 #: Rules that blame an operand's scales.
 _OF_SCALES = ("F104", "F113", "F119")
+#: By a format of 8 bits and a wider one: the ratio of their largest values.
+_WIDER = {
+    (fmt.name, other.name): other.max / fmt.max
+    for fmt in FORMATS.values()
+    for other in FORMATS.values()
+    if fmt.bits == other.bits == 8 and not (fmt.scale_only or other.scale_only) and other.max > 1.25 * fmt.max
+}
 _GRADIENTS = look(
     [Keys("cast_name LIKE 'e5m2%' AND tensor = 'grad_output'", gate="cast_name LIKE 'e5m2%'")],
     ["sqnr_db", "log2_hist", "amax", "numel"],
@@ -39,6 +46,9 @@ class WrongFormat(Rule):
         warning, whichever (not where an override names the module). Information where all gradients run in E5M2 with a
         scale per block and E4M3 would hold them as well with a single scale, by the recorded exponents of their elements: the
         range for which E5M2 gives up a mantissa bit is not needed.
+        read-as-another-format: an operand far from its tensor whose largest value lies beyond its block's scale by the ratio of
+        two formats' largest values, in the block with the largest scale as in the worst one: the codes and scales are those of
+        the wider format, and the GEMM reads them in the declared one.
         MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
         formats of less than 8 bits are not judged here (F105, F128).
 
@@ -59,6 +69,9 @@ class WrongFormat(Rule):
         - max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
           without losing cosine, and are healthy.
         - max_gain_error 0.01: beyond it the scale is at fault (F113).
+        - max_ratio_error 0.002: relative, of amax over what the scales hold, from the ratio of two formats' largest values, 128
+          for E5M2 read as E4M3; FP32 scales hit it to 1e-6, scales in BF16 to 0.002. max_misread_db 10: SQNR; numerics.md, 5,
+          has about 0 dB for codes in another format.
         - max_share 0.34: of the modules, those whose gradients differ from the others', of three modules or more. No published
           basis.
         - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
@@ -79,6 +92,8 @@ class WrongFormat(Rule):
     max_gain_error: float = 0.01
     min_elements: int = 1024
     min_steps: int = 2
+    max_ratio_error: float = 0.002
+    max_misread_db: float = 10.0
     max_share: float = 0.34
     min_e4m3_db: float = 30.0
     warmup: int = 8
@@ -95,8 +110,18 @@ class WrongFormat(Rule):
         ]
         return look(conditions, ["sqnr_db"])
 
+    @property
+    def _misread(self) -> Look:
+        conditions: Conditions = [
+            Condition("headroom", ">", min(_WIDER.values(), default=1.0) * (1 - self.max_ratio_error)),
+            Keys("cast_name LIKE '% current%' AND (" + " OR ".join(f"cast_name LIKE '{name} %'" for name, _ in _WIDER) + ")"),
+            f"sqnr_db < {self.max_misread_db} AND cosine > 0 AND numel >= {self.min_elements}",
+        ]
+        return look(conditions, ["sqnr_db", "headroom", "amax", "scale_inv_max"])
+
     def looks(self) -> Iterable[Look]:
-        """Return the operands that are declared E5M2, and those with its noise."""
+        """Return the operands that are declared E5M2, and those with its noise or its codes."""
+        yield self._misread
         yield _DECLARED
         yield _GRADIENTS
         yield self._look
@@ -105,6 +130,7 @@ class WrongFormat(Rule):
         """Return the operands in E5M2."""
         yield from self._declared(run)
         yield from self._gradients(run)
+        yield from self._read_as_another(run)
         for trace in traces(run, self._look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
@@ -116,6 +142,8 @@ class WrongFormat(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a weight that is not its own and to scales that are wrong: their error may pass through the band of E5M2's."""
+        if finding.name == READ_AS_ANOTHER:
+            return True
         stale: set[tuple[str | None, str | None]] = {
             (part.module, "weight") for f in others if f.code in ("F112", "F121") for part in f.sites
         }
@@ -160,6 +188,33 @@ class WrongFormat(Rule):
         for trace in traces(run, _GRADIENTS):
             if (trace.gemm, trace.module) not in odd and _has_blocks(trace) and not _is_of_amd(trace.cast_name):
                 yield from self._unneeded_range(trace)
+
+    def _read_as_another(self, run: Run) -> Iterable[Finding]:
+        """Return the operands whose codes and scales are those of a wider format than the declared one."""
+        for whole in traces(run, self._misread):
+            fmt = FORMATS[whole.cast_name.partition(" ")[0]]
+            for (name, made), ratio in _WIDER.items():
+                trace = (
+                    whole.where(lambda row, ratio=ratio, fmt=fmt: self._has_ratio(row, fmt.max, ratio))
+                    if name == fmt.name
+                    else None
+                )  # type: ignore[misc]  # bound now
+                if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):
+                    continue
+                row = trace.least("sqnr_db")
+                message = (
+                    f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and its scales are made"
+                    f" for {made} (values {times(ratio)} times beyond what they hold in {name}): codes of {made} are read as"
+                    f" {name}"
+                )
+                found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=ratio)
+                yield replace(found, name=READ_AS_ANOTHER, cure=f"tell the GEMM that the operand is {made}, or cast it to {name}")
+                break
+
+    def _has_ratio(self, row: Mapping[str, Any], largest: float, ratio: float) -> bool:
+        """Return whether the largest value lies a given factor beyond its scale, and beyond the largest scale too."""
+        beyond = row["amax"] / (row["scale_inv_max"] * largest) if row["scale_inv_max"] else 0.0
+        return all(abs(value / ratio - 1) <= self.max_ratio_error for value in (row["headroom"], beyond))
 
     def _unneeded_range(self, trace: Trace) -> Iterable[Finding]:
         rows = [row for row in trace.rows if row["log2_hist"] is not None and row["amax"] and row["numel"] >= self.min_elements]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 #: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
 _HIGHEST_FLOOR_DB = 24.61
+#: Cosine of data and tensor below which no positive scale explains them: values that all clip keep E|x| over the RMS, 0.8 of
+#: Gaussian data and 0.3 where a tenth of the elements has all of the energy.
+_UNRELATED = 0.1
 #: Half the distance of a format's two largest values: what rounding to nearest changes an element by, times scale_inv.
 _HALF_STEPS = {name: 2.0 ** (f.emax - f.mantissa_bits - 1) for name, f in FORMATS.items() if f.bits == 8 and not f.scale_only}
 #: Headroom below which a cast leaves nothing: half the smallest value of its format over the largest.
@@ -289,6 +292,20 @@ def _flushing_headroom(trace: Trace) -> float:
     return _FLUSHING[trace.cast.format] if trace.cast is not None else 0.0
 
 
+def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float) -> str | None:
+    """Return what values beyond the scale say, by the direction of the data; None where there are none."""
+    if over <= 0.01 and headroom <= 1.25:
+        return None
+    beyond = f"values lie {times(headroom)} times beyond what the scale holds"
+    cosine = row["cosine"] or 0.0
+    if headroom > 1.25 and cosine < _UNRELATED:
+        return (
+            f"{beyond}, and the data have another direction than the tensor, which no scale gives them (cosine {cosine:.2g}):"
+            " data and scale are another tensor's (a buffer that was overwritten, a wrong pointer)"
+        )
+    return f"{beyond}, so that the scale is not the one of the data"
+
+
 def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: float = 0.0) -> str:
     """Return the causes that the statistics of an operand leave, with the numbers that speak for them.
 
@@ -318,8 +335,8 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: flo
         )
     if (other := _of_another(row)) is not None:
         return other
-    if over > 0.01 or headroom > 1.25:
-        return f"values lie {times(headroom)} times beyond what the scale holds, so that the scale is not the one of the data"
+    if (beyond := _beyond_its_scale(row, over, headroom)) is not None:
+        return beyond
     if flushed > 0.01 and 0.5 * flushed < (row["nmse"] or 0.0) < 3 * flushed:
         return (
             f"{percent(flushed)} of the nonzero elements are zero, large ones among them: rows or blocks were never written, or"

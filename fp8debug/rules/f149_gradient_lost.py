@@ -15,19 +15,23 @@ from fp8debug.rules.reading.traces import percent
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED = (
-    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked"),
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER = (
+    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never"),
 )
+#: What the recorder says of a weight that needs a gradient and whose backward pass computed none.
+_NO_WGRAD = "no wgrad was observed"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
 _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
-          _MASKED: "gradient-in-part"}  # fmt: skip
+          _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed"}  # fmt: skip
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
+    _NEVER: "check whether the backward pass computes wgrad for this weight and where it writes it (a grouped or delayed wgrad"
+    " that nobody runs); freeze the weight (requires_grad False) where none is meant",
     _EMPTY: "check what empties weight.grad or main_grad before the optimizer reads it (zero_grad ahead of step), and whether"
     " the fused backward writes into the buffer that the optimizer reads",
     _SINCE: "empty the gradient (zero_grad, zero_grad_buffer) once a step, after the optimizer's step and before the first"
@@ -37,7 +41,8 @@ _CURES = {
     _UNEQUAL: "check what touches weight.grad between the two microbatches: a hook, a scaler or a reduction over one rank that"
     " multiplies what is there already",
     _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
-    _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip)",
+    _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip), and a"
+    " buffer that gradients share with gathered weights or an evaluation before the first microbatch",
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
     _MASKED: "if no mask or hook freezes these elements on purpose, check what writes weight.grad after wgrad: shards that are"
     " not gathered, a buffer that is filled in part",
@@ -56,8 +61,9 @@ class GradientLost(Rule):
         microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone), gradient-of-first-microbatch,
         gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just
         before), gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while
-        others move), gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
-        weight.grad between them: a program that does may join the gradients of two losses as it likes),
+        others move), gradient-never-computed (the same where no wgrad ran for a weight that requires a gradient),
+        gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied weight.grad
+        between them: a program that does may join the gradients of two losses as it likes),
         gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
         one use's, and not as their sum), gradient-in-part (zeros where wgrad gave none, as a mask leaves them, which is
         information), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A
@@ -88,6 +94,8 @@ class GradientLost(Rule):
           share of the modules that show it. No published basis; clipping is at most 1.
         - min_nonzero_rate 0.5: of wgrad's result, where weight.grad has no element but 0 on another sample of its elements. No
           published basis.
+        - min_kept_ratio 10: of gradient-kept at a single sampled step, norm of weight.grad there over the median of the
+          others: what it held was no gradient (a buffer that is shared with weights). No published basis.
         - min_steps 2: sampled steps that show it, all in a shorter run; min_empty_steps 3, the last ones, of gradient-lost
           with one microbatch and of gradient-absent. No published basis.
         - max_use_error 0.15, min_use_share 0.5, min_use_steps 3: of gradient-of-one-use, relative distance of the squares of
@@ -112,6 +120,7 @@ class GradientLost(Rule):
     min_gain: float = 1.05
     max_spread: float = 0.01
     min_share: float = 0.9
+    min_kept_ratio: float = 10.0
     min_nonzero_rate: float = 0.5
     min_steps: int = 2
     min_empty_steps: int = 3
@@ -148,15 +157,35 @@ class GradientLost(Rule):
             if row["before2"]:
                 found.setdefault(_KEPT, {}).setdefault(row["module"], []).append(row)
                 num_steps.setdefault(row["module"], self.min_steps)
+        large = self._far_larger(run, found.get(_KEPT, {}))
         for kind in (_EMPTY, _SINCE, _LAST, _FIRST, _KEPT, _UNEQUAL):
             shown = {
-                module: ill for module, ill in found.get(kind, {}).items() if len(ill) >= min(self.min_steps, num_steps[module])
+                module: ill
+                for module, ill in found.get(kind, {}).items()
+                if len(ill) >= min(self.min_steps, num_steps[module]) or (kind == _KEPT and module in large)
             }
             yield from self._finding(run, kind, shown, places)
         known = {module for modules in found.values() for module in modules}
         yield from self._scaled(run, rows, places)
         yield from self._without(run, known, places)
         yield from self._of_one_use(run, known, places)
+
+    def _far_larger(self, run: Run, kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> set[str]:
+        """Return the modules whose weight.grad held far more when a step began than their gradients have: no gradient at all."""
+        if not kept:
+            return set()
+        query = "SELECT step, module, sum_grad2 AS square FROM updates WHERE sum_grad2 > 0 ORDER BY step, module"
+        usual: dict[str, list[tuple[int, float]]] = {}
+        for row in run.sql(query).to_pylist():
+            usual.setdefault(row["module"], []).append((row["step"], row["square"]))
+        found = set()
+        for module, ill in kept.items():
+            steps = {row["step"] for row in ill}
+            others = [square for step, square in usual.get(module, ()) if step not in steps]
+            now = [square for step, square in usual.get(module, ()) if step in steps]
+            if len(others) >= self.min_steps and now and max(now) >= self.min_kept_ratio**2 * median(others):
+                found.add(module)
+        return found
 
     def _of_one_use(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of shared weights whose gradient is that of one of the modules alone."""
@@ -275,6 +304,21 @@ class GradientLost(Rule):
                 if module not in known and len(ill) >= self.min_empty_steps and (kind != _ABSENT or moves):
                     shown[module] = ill
             yield from self._finding(run, kind, shown, places)
+        yield from self._without_wgrad(run, known, places)
+
+    def _without_wgrad(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of weights that need a gradient, whose backward pass has no wgrad, and that never move."""
+        query = (
+            "SELECT module, step, num_moved FROM updates WHERE num_grad IS NULL AND coalesce(lr, 1) > 0 AND module IN"
+            f" (SELECT module FROM events WHERE kind = 'skipped' AND message LIKE '%{_NO_WGRAD}%') ORDER BY step, module"
+        )
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in run.sql(query).to_pylist():
+            rows.setdefault(row["module"], []).append(row)
+        if rows and run.sql("SELECT step FROM updates WHERE num_moved > 0 LIMIT 1").num_rows:
+            still = {name: own for name, own in rows.items() if name not in known and not any(row["num_moved"] for row in own)}
+            shown = {name: own for name, own in still.items() if len(own) >= self.min_empty_steps}
+            yield from self._finding(run, _NEVER, shown, places)
 
     def _has_none(self, row: Mapping[str, Any], kind: str) -> bool:
         """Return whether an optimizer gets a gradient of zeros, in part or in whole, or none while the weight stands still."""
@@ -289,7 +333,9 @@ class GradientLost(Rule):
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
-        severity = {_ABSENT: Severity.WARNING, _SCALED: Severity.WARNING, _MASKED: Severity.INFO}.get(kind, Severity.ERROR)
+        severity = {_ABSENT: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING, _MASKED: Severity.INFO}.get(
+            kind, Severity.ERROR
+        )
         others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]
@@ -306,6 +352,8 @@ class GradientLost(Rule):
             return 0.0, 0.0, "gets a weight.grad of zeros, though wgrad gave a gradient, for the weight"
         if kind == _ABSENT:
             return 0.0, 0.0, "gets no weight.grad, though wgrad gave a gradient, and does not move the weight"
+        if kind == _NEVER:
+            return 0.0, 0.0, "gets no weight.grad, as no wgrad ran, and does not move the weight"
         if kind == _MASKED:
             lost = 1 - row["num_grad"] / row["num_sampled"]
             text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none, for the weight"

@@ -20,7 +20,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench.situations import OUTCOMES, SITUATIONS, Situation, fresh, known, later, latest, newest, outcome, recent, reported
+from tests.bench.situations import (
+    OUTCOMES,
+    SITUATIONS,
+    Situation,
+    fresh,
+    further,
+    known,
+    later,
+    latest,
+    newest,
+    outcome,
+    recent,
+    reported,
+)
 from tests.bench.situations.stack import diagnosis
 
 SETS = {
@@ -31,6 +44,7 @@ SETS = {
     "newest": newest,
     "recent": recent,
     "reported": reported,
+    "further": further,
 }
 
 

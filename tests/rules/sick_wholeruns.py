@@ -122,6 +122,24 @@ RESUMED = {"step": 40, "against": "the earlier part of the run", "setting": "ama
            "sites": ["fprop.input"], "module": CULPRIT, "num_modules": 1, "is_notable": True}  # fmt: skip
 
 
+RESUME = [(40, "resume", None, "resumed in the folder of the earlier part")]
+
+
+def sized(scale: float, steps: tuple[int | None, int | None], module: str = CULPRIT) -> Override:
+    """A weight so many times as large as the healthy one, without the noise of its size, and with scales of its own amax."""
+    slots = {
+        "amax": 0.1 * scale, "amin": 1e-8, "sum_x": 0.5 * scale, "sum_x2": lambda row: row["numel"] * (0.02 * scale) ** 2,
+        "sqnr_db": 31.7, "scale_inv_max": 0.1 * scale / 448, "scale_inv_min": 0.05 * scale / 448,
+    }  # fmt: skip
+    return Override(module=module, tensor="weight", reference="operand", steps=steps, slots=slots)
+
+
+def pace(size: float) -> Any:
+    """Updates of every weight by so much."""
+    return lambda step, module: {"sum_update2": 8192 * size**2, "sum_intended2": 8192 * size**2,
+                                 "sum_intended_update": 8192 * size**2, "lr": size}  # fmt: skip
+
+
 FIRES: dict[str, dict[str, Any]] = {
     "F109": {"modules": ROUTED, "overrides": SHARES, "module_entries": {"net.0.moe.choose": {"requested": None}}},
     "F114": {"world_size": 3, "overrides": [WRONG_RANK]},
@@ -134,9 +152,22 @@ FIRES: dict[str, dict[str, Any]] = {
     "F143": {"overrides": [Override(**GRADIENTS, steps=(40, None), slots=ZERO)]},
     "F144": {"manifest": {"resumed": [RESUMED]}},
     "F149": {"updates": given(CULPRIT, **LAST)},
+    "F150": {"events": RESUME, "overrides": [sized(1, (0, 10)), sized(1, (40, 50))]},
 }
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F150": {
+        "resumed where it was": {"events": RESUME, "updates": pace(3e-5)},
+        "frozen weights": {"events": RESUME, "overrides": [sized(1, (None, None), "*")]},
+        "a weight that returns without a resume": {"overrides": [sized(1, (0, 10)), sized(1, (40, 50))]},
+        "steps large enough for what changed": {
+            "events": RESUME, "updates": pace(2e-3), "overrides": [sized(1.5, (40, None))]},
+        "weights that grow as before": {
+            "events": RESUME, "overrides": [sized(1 + step / 20, (step, step + 10)) for step in range(0, 100, 10)],
+            "steps": {step: {"lr": None} for step in range(100)}},
+        "a first sampled step before the resume": {"events": [(10, *RESUME[0][1:])], "overrides": [sized(2, (10, None))],
+                                                   "steps": {step: {"lr": None} for step in range(100)}},
+    },
     "F149": {
         "the sum of two microbatches": {"updates": given()},
         "a gradient that is clipped": {"updates": given("*", **{

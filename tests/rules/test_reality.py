@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 
 from fp8debug.rules import triage
-from tests.bench.situations import OUTCOMES, SITUATIONS, Expected, fresh, known, later, latest, newest, outcome, recent, reported
+from tests.bench.situations import (
+    OUTCOMES,
+    SITUATIONS,
+    Expected,
+    fresh,
+    further,
+    known,
+    later,
+    latest,
+    newest,
+    outcome,
+    recent,
+    reported,
+)
 from tests.scaled_mm import skipped_without_scaled_mm
 from tests.synthetic import build
 
@@ -19,7 +32,8 @@ QUICK = (
     *("padded_scales", "no_gradient", "doubled_gradients", "scale_of_cached_weight"),
     *("bias_dropped", "reciprocal_scale", "routing_differs", "nan_of_a_fused_wgrad"),
     *("every_fourth_column_is_dead", "mask_of_the_other_shape", "weights_from_the_gradient_buffer"),
-    "offloaded_input_read_too_early",
+    *("offloaded_input_read_too_early", "not_gathered_after_loading", "e5m2_read_as_e4m3", "gradients_on_top_of_weights"),
+    *("norm_output_is_overwritten", "no_weight_gradient", "rounded_by_a_reload"),
 )
 
 
@@ -45,7 +59,7 @@ def test_what_is_right_is_not_everything(tmp_path: Path) -> None:
 
 def test_the_page_has_the_score_of_every_report() -> None:
     modules = {known.__name__, fresh.__name__, later.__name__, latest.__name__, newest.__name__, recent.__name__}
-    modules.add(reported.__name__)
+    modules |= {reported.__name__, further.__name__}
     assert {one.record.__module__ for one in SITUATIONS} == modules
     text = (ROOT / "docs" / "triage.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[?([\w./-]+#\d+)[^|]*\| [^|]+ \| ([\w ]+) \| ([\w ]+) \|$", text, re.MULTILINE)

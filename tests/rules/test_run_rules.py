@@ -26,6 +26,7 @@ ACCUSED = {
     "F135": (sick.CULPRIT, 0, Severity.ERROR),
     "F144": (None, 40, Severity.WARNING),
     "F149": (sick.CULPRIT, 40, Severity.ERROR),
+    "F150": (sick.CULPRIT, 40, Severity.ERROR),
     "F143": ("blocks.1.mlp.down", 40, Severity.WARNING),
 }
 
@@ -56,6 +57,18 @@ def test_one_of_a_users_own_class_that_ran_in_high_precision(tmp_path: Path) -> 
     (finding,) = triage(build(tmp_path / "run", module_entries=entries))
     assert (finding.code, finding.module) == ("F110", sick.CULPRIT)
     assert finding.message == "a BlockLinear in high precision, and 1 of its 1 sibling run in FP8"
+
+
+def test_a_weight_that_jumps_at_a_resume(tmp_path: Path) -> None:
+    """Ten steps of 1e-5 move no RMS by a third; all weights of an older step are a warning, as somebody may have meant it."""
+    jump: dict[str, Any] = {"events": sick.RESUME, "updates": sick.pace(1e-5), "overrides": [sick.sized(1.5, (40, None))]}
+    (finding,) = triage(build(tmp_path / "jump", **jump))
+    assert (finding.name, finding.module, finding.severity) == ("weights-jump", sick.CULPRIT, Severity.WARNING)
+    assert triage(build(tmp_path / "again", **jump), thresholds={"F150": {"max_steps_worth": 200.0}}) == []
+    back = [sick.sized(1, (20, 30), "*"), sick.sized(1, (40, 50), "*")]
+    (finding,) = triage(build(tmp_path / "older", events=sick.RESUME, overrides=back))
+    assert (finding.name, finding.severity, len(finding.also)) == ("older-weights", Severity.WARNING, len(MODULES) - 1)
+    assert "is that of step 20, and not that of step 30" in finding.message
 
 
 @pytest.mark.parametrize(("sum2", "is_lost"), [(1.0, True), (2.0, False), (1.4, False)])

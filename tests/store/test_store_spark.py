@@ -45,6 +45,7 @@ FUNCTIONS = {
         "greatest",
         "isfinite",
         "least",
+        "sqrt",
     ),
     *("length", "max", "min", "min_by", "percentile_cont", "sum"),
 }

@@ -18,9 +18,15 @@ OTHER = fp8debug.get_recipe("blockwise_pow2").replace(amax_eps=1e-6)
 
 
 def record(path: Path, recipe: str | Recipe, start: int, *, model: nn.Module | None = None, **options: object) -> None:
-    model = net(recipe) if model is None else model  # type: ignore[arg-type]  # a recipe is as good as its name
+    """Train four steps; one that is given no model goes on with the weights of the part before."""
+    weights = path.parent / "weights.pt"
+    if model is None:
+        model = net(recipe)  # type: ignore[arg-type]  # a recipe is as good as its name
+        if start and weights.exists():
+            model.load_state_dict(torch.load(weights))
     with fp8debug.watch(model, path, every=2, resume_from=start or None, what_if=(), **options) as watch:  # type: ignore[arg-type]
         train(model, 4, after=lambda _, loss: watch.step(loss=loss))
+    torch.save(model.state_dict(), weights)
 
 
 def differing(path: Path) -> list[str]:
@@ -114,3 +120,20 @@ def test_a_checkpoint_without_settings_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="states no FP8 settings"):
         record(tmp_path / "run", "blockwise", 0, checkpoint=tmp_path)
     record(tmp_path / "run2", "blockwise", 0)
+
+
+def test_weights_that_were_not_loaded_are_a_finding_and_loaded_ones_are_none(tmp_path: Path) -> None:
+    model = net("blockwise")
+    record(tmp_path / "run", "blockwise", 0, model=model)
+    record(tmp_path / "run", "blockwise", 4, model=model)
+    assert [f.message for f in fp8debug.triage(tmp_path / "run")] == []
+    untrained = net("blockwise").state_dict()
+    loaded = net("blockwise")
+    loaded.load_state_dict(
+        {name: untrained[name] if name.startswith("blocks.0") else p for name, p in model.state_dict().items()}
+    )
+    record(tmp_path / "run", "blockwise", 8, model=loaded)
+    (finding,) = fp8debug.triage(tmp_path / "run")
+    assert (finding.code, finding.name, finding.severity, finding.steps) == ("F150", "older-weights", "error", (8, 8))
+    assert {finding.module, *finding.also} == {m["fqn"] for m in fp8debug.Run(tmp_path / "run").modules if "blocks.0" in m["fqn"]}
+    assert "is that of step 0, and not that of step 6" in finding.message

@@ -146,4 +146,5 @@ BY_HAND: dict[str, str] = {
     "F126": "the gradient that overflows has a cause in the model, which has to be found",
     "F143": "the loss function that loses the gradient is the program's",
     "F144": "settings of a resume, no fault to plant; the same flags are the cure (tests/adapters/watching/test_resumption.py)",
+    "F150": "weights of a resume, no fault to plant; loading them is the cure (tests/adapters/watching/test_resumption.py)",
 }

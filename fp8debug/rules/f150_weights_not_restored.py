@@ -1,0 +1,250 @@
+"""F150: weights after a resume are not those that the run had before it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.store.read.resumed import JoinedRun
+
+if TYPE_CHECKING:
+    from fp8debug.store.read.run import Run
+
+#: SQL: size of each weight at each sampled step, of the tensor before its cast.
+_WEIGHTS = (
+    "(SELECT module, step, max(sum_x / numel) AS mean, max(sqrt(sum_x2 / numel)) AS rms, max(amax) AS amax,"
+    " max(sum_err2 / sum_x2) AS nmse FROM sites"
+    " WHERE actual AND reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight' AND numel > 0 AND sum_x2 > 0"
+    " GROUP BY module, step)"
+)
+#: Relative difference of sums over one tensor that are added in another order: of FP64 sums, with a wide margin.
+_SAME = 1e-9
+_OLDER = (
+    "load the weights of the resumed step: compare the checkpoint's names with the model's (missing and unexpected keys), write"
+    " master weights to the parameters and gather them over ranks before the first forward pass; no cast is at fault"
+)
+
+_MASTERS = "load the masters, or weights in high precision, and cast them anew; a checkpoint needs them beside its FP8 values"
+
+
+@dataclass(frozen=True)
+class WeightsNotRestored(Rule):
+    """The weights after a resume are not those from before it: not loaded, not gathered, or of another checkpoint.
+
+    What it detects
+        older-weights: at the first sampled step after a resume a weight is, to the last digits of mean and RMS and with the same
+        amax, what it was at an earlier sampled step, and not what it was at the last one before the resume: initialization that
+        no checkpoint replaced, shards that were not gathered, or an older checkpoint. weights-jump: its RMS has moved further
+        than the optimizer steps in between can move it. weights-rounded: its FP8 cast holds it without error, as it did not
+        before: it was made of FP8 values in the checkpoint, not of masters. The tensors before their casts are compared, in FP8
+        and in BF16.
+
+    Why it matters
+        Loss and gradients of the first steps are those of another model. Where masters overwrite the weights after one
+        step, the run goes on as if nothing had been, with moments that belong to nothing.
+
+    Example
+        The weight of blocks.1.gate at step 24, the first sampled one after a resume, is that of step 0, and not that of step
+        22: it was not loaded from the checkpoint, or not written from its masters.
+
+    Cure
+        Load the checkpoint of the resumed step under the model's own names, write master weights to the parameters and gather
+        them over ranks before the first forward pass. Where an older checkpoint is meant, resume at its step
+        (resume_from=STEP), or ignore F150 for this run.
+
+    Thresholds
+        - older-weights: none; equal means a relative difference of 1e-9 at most, what FP64 sums lose in another order.
+        - max_steps_worth 4: times what the steps in between can move the RMS. Closed form: the RMS of a sum of updates is at
+          most the sum of their RMS. The RMS of one update is the largest that `updates` has of the weight; where no optimizer
+          was recorded, the largest change a step between sampled steps before the resume, or the median one after it, or
+          the learning rate where `steps` has it. The factor is for what was not sampled; no published basis.
+        - min_jump 0.1: share of the RMS below which no jump is told. No published basis.
+        - min_exact_db 100, max_sqnr_db 45: SQNR of the cast after a resume and before it, as in F137: FP32 arithmetic leaves 120
+          dB and more, BF16 55.6 dB, FP8 31.5 dB; numerics.md, 4.
+        - min_history 3: sampled steps of a weight before the resume, without which no jump is judged. No published basis.
+        - Megatron-LM #6920, #6666; numerics.md, 5.
+    """
+
+    code = "F150"
+    name = "weights-not-restored"
+    cure = _OLDER
+    columns = ("sum_x", "sum_x2", "amax")
+    needs_fp8 = False
+    is_harmful = False
+    needs_training = True
+
+    max_steps_worth: float = 4.0
+    min_jump: float = 0.1
+    min_exact_db: float = 100.0
+    max_sqnr_db: float = 45.0
+    min_history: int = 3
+
+    def needs(self, run: Run) -> str | None:
+        """Ask for a resumed run."""
+        return None if _resumes(run) else "the run was not resumed"
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding per weight and resume."""
+        resumes = _resumes(run)
+        for start in resumes:
+            both = _around(run, start)
+            other = {name: pair for name, pair in both.items() if not _is_same(*pair)}
+            if other:
+                older = {name: step for name, step in _steps_of(run, start).items() if name in other}
+                first = min(run.sampled_steps)
+                is_partial = len(older) < len(other) or first in older.values()
+                for name, step in older.items():
+                    yield self._older(run, other[name], step, Severity.ERROR if is_partial else Severity.WARNING)
+                rest = {name: pair for name, pair in other.items() if name not in older}
+                rounded = {name: pair for name, pair in rest.items() if self._is_rounded(*pair)}
+                yield from (self._rounded(run, pair) for pair in rounded.values())
+                yield from self._jumps(run, resumes, {name: pair for name, pair in rest.items() if name not in rounded})
+
+    def _older(self, run: Run, pair: tuple[Mapping[str, Any], Mapping[str, Any]], step: int, severity: Severity) -> Finding:
+        before, after = pair
+        message = (
+            f"the weight of {after['module']} at step {after['step']}, the first sampled one after a resume, is that of step"
+            f" {step}, and not that of step {before['step']}: it was not loaded from the checkpoint of the resumed step, or not"
+            " written from its masters"
+        )
+        return self._finding(run, after, "older-weights", severity, message, value=float(step), threshold=float(before["step"]))
+
+    def _is_rounded(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+        """Return whether a cast holds a weight exactly that it did not hold before."""
+        if before["nmse"] is None or after["nmse"] is None:
+            return False
+        return bool(before["nmse"] > 10 ** (-self.max_sqnr_db / 10) and after["nmse"] <= 10 ** (-self.min_exact_db / 10))
+
+    def _rounded(self, run: Run, pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Finding:
+        before, after = pair
+        lost_db = -10 * math.log10(before["nmse"])
+        message = (
+            f"the weight of {after['module']} at step {after['step']}, the first sampled one after a resume, lies on the grid of"
+            f" its FP8 cast, which left {lost_db:.1f} dB at step {before['step']} and rounds nothing now: it was loaded from FP8"
+            " values, and what they had rounded off is lost unless masters hold it"
+        )
+        found = self._finding(run, after, "weights-rounded", Severity.WARNING, message, value=lost_db, threshold=self.max_sqnr_db,
+                              unit="dB")  # fmt: skip
+        return replace(found, cure=_MASTERS)
+
+    def _jumps(
+        self, run: Run, resumes: list[int], pairs: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> Iterable[Finding]:
+        """Return the weights whose RMS moved further across a resume than the optimizer's steps can move it."""
+        far = {
+            name: abs(after["rms"] - before["rms"])
+            for name, (before, after) in pairs.items()
+            if abs(after["rms"] - before["rms"]) > self.min_jump * max(before["rms"], after["rms"])
+        }
+        if not far:
+            return
+        updates = _largest_updates(run)
+        rates = _largest_rate(run)
+        paths = _paths(run, far)
+        for name, jump in far.items():
+            before, after = pairs[name]
+            step_size = updates.get(name)
+            if step_size is None:
+                step_size = self._own_pace(paths[name], resumes, after["step"])
+                step_size = None if step_size is None else max(step_size, rates)
+            limit = None if step_size is None else self.max_steps_worth * step_size * (after["step"] - before["step"])
+            if limit is not None and jump > limit:
+                message = (
+                    f"the weight of {name} has RMS {after['rms']:.3g} at step {after['step']}, the first sampled one after a"
+                    f" resume, and {before['rms']:.3g} at step {before['step']}: the optimizer's steps in between move it by"
+                    f" {limit / self.max_steps_worth:.2g} at most; another checkpoint was loaded, or none"
+                )
+                yield self._finding(run, after, "weights-jump", Severity.WARNING, message, value=jump, threshold=limit, unit="x")
+
+    def _own_pace(self, path: list[Mapping[str, Any]], resumes: list[int], after: int) -> float | None:
+        """Return how far a step has moved a weight's RMS: at most before a resume, or in the median after it."""
+        paces = [
+            (b["step"], abs(b["rms"] - a["rms"]) / (b["step"] - a["step"]))
+            for a, b in pairwise(path)
+            if not any(a["step"] < start <= b["step"] for start in resumes)
+        ]
+        earlier = [pace for step, pace in paces if step < after]
+        later = [pace for step, pace in paces if step > after]
+        if len(earlier) < self.min_history - 1:
+            return None
+        return max([*earlier, *([median(later)] if later else [])])
+
+    def _finding(
+        self, run: Run, after: Mapping[str, Any], name: str, severity: Severity, message: str,
+        *, value: float, threshold: float, unit: str = "1",
+    ) -> Finding:  # fmt: skip
+        places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
+        return Finding(code=self.code, name=name, severity=severity, module=after["module"], gemm="fprop", tensor="weight",
+                       steps=(after["step"], after["step"]), ranks=tuple(run.ranks), value=value, threshold=threshold, unit=unit,
+                       message=message, cure=self.cure, call_index=places.get(after["module"], 0))  # fmt: skip
+
+
+def _resumes(run: Run) -> list[int]:
+    """Return the first steps of the resumed parts, in order."""
+    told = run.sql("SELECT DISTINCT step FROM events WHERE kind = 'resume' AND step IS NOT NULL").to_pylist()
+    joined = run.starts[1:] if isinstance(run, JoinedRun) else []
+    return sorted({*(row["step"] for row in told), *joined})
+
+
+def _around(run: Run, start: int) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return by module its weight at the last sampled step before a resume and at the first one after it."""
+    rows = run.sql(
+        f"SELECT w.* FROM {_WEIGHTS} w JOIN (SELECT module, max(CASE WHEN step < {start} THEN step END) AS last,"
+        f" min(CASE WHEN step >= {start} THEN step END) AS next FROM {_WEIGHTS} v GROUP BY module) b ON w.module = b.module"
+        " WHERE (w.step = b.last OR w.step = b.next) AND b.last IS NOT NULL AND b.next IS NOT NULL ORDER BY w.step"
+    ).to_pylist()
+    found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["module"]].append(row)
+    return {name: (own[0], own[1]) for name, own in found.items() if len(own) == 2}
+
+
+def _steps_of(run: Run, start: int) -> dict[str, int]:
+    """Return by module the last sampled step before a resume at which its weight was what it is after the resume."""
+    rows = run.sql(
+        f"SELECT w.module AS module, max(w.step) AS step FROM {_WEIGHTS} w JOIN (SELECT v.* FROM {_WEIGHTS} v JOIN (SELECT"
+        f" module, min(step) AS step FROM {_WEIGHTS} u WHERE step >= {start} GROUP BY module) n ON v.module = n.module AND"
+        f" v.step = n.step) a ON w.module = a.module WHERE w.step < {start} AND w.amax = a.amax"
+        f" AND abs(w.rms - a.rms) <= {_SAME} * a.rms AND abs(w.mean - a.mean) <= {_SAME} * a.rms GROUP BY w.module"
+    ).to_pylist()
+    return {row["module"]: row["step"] for row in rows}
+
+
+def _paths(run: Run, modules: Iterable[str]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return by module the RMS of its weight over the sampled steps."""
+    wanted = list(modules)
+    marks = ", ".join("?" for _ in wanted)
+    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in wanted}
+    for row in run.sql(f"SELECT * FROM {_WEIGHTS} w WHERE module IN ({marks}) ORDER BY step", wanted).to_pylist():
+        found[row["module"]].append(row)
+    return found
+
+
+def _largest_updates(run: Run) -> dict[str, float]:
+    """Return by module the largest RMS of an update of its weight."""
+    rows = run.sql(
+        "SELECT module, max(sqrt(sum_update2 / num_sampled)) AS size FROM updates WHERE num_sampled > 0 GROUP BY module"
+    ).to_pylist()
+    return {row["module"]: row["size"] for row in rows if row["size"] is not None}
+
+
+def _largest_rate(run: Run) -> float:
+    """Return the largest learning rate of a run, 0 where none was recorded."""
+    (row,) = run.sql("SELECT max(lr) AS lr FROM steps").to_pylist()
+    return row["lr"] or 0.0
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two rows are of one tensor."""
+    limit = _SAME * float(one["rms"])
+    is_near = abs(one["rms"] - other["rms"]) <= limit and abs(one["mean"] - other["mean"]) <= limit
+    return bool(one["amax"] == other["amax"]) and is_near
+
+
+RULES.add(WeightsNotRestored.code, WeightsNotRestored())
