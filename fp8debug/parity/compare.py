@@ -411,8 +411,13 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
     before = 0.0  # the largest difference of an output so far
     noise_before = 0.0
     is_routed = False
+    of_block: dict[str, list[Measures]] = {}
     for place, m in enumerate(modules):
         repeated = noise.get(m.module)
+        block = m.module.rpartition(".")[0]
+        siblings = of_block.setdefault(block, [])
+        is_one_kernel = before == 0 and any(is_attention(one) and one != block and len(of_block[one]) > 1 for one in of_block)
+        here = limits._replace(attention=limits.plain) if is_one_kernel else limits.of_scores(_scores(siblings))
         if m.bad and len(m.bad) == 1:
             text = f"{m.module}: its output in the {m.bad[0]} has NaN or Inf, and not in the other path"
             single.append(_DIFFER.found(text, module=m.module, theirs=m.theirs, tensor="output", severity=Severity.ERROR,
@@ -427,6 +432,7 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
         own = _weight(m, modules, repeated) or _arithmetic(m, levels, repeated)
         if is_of_expert(m.module) and not is_of_one_expert(m.module):  # what experts share gets rows in the order of its kernel
             single += [] if own is None else [own]
+            siblings.append(m)
             continue
         routed = None if is_routed and _is_expert(m) else _routing(m, modules, place, repeated, before)
         is_routed |= routed is not None
@@ -435,11 +441,12 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
             routed = None  # the router's own difference explains it
         if routed is not None and own is not None and routed.module == m.module:
             own, routed = replace(own, message=f"{own.message}; {m.flips or 0.0:.2%} of the tokens go to other experts"), None
-        found = routed or own or _function(m) or _direct(m, repeated, before, noise_before, is_routed, limits, single)
-        found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed, limits)
+        found = routed or own or _function(m) or _direct(m, repeated, before, noise_before, is_routed, here, single)
+        found = found or _between(m, modules[:place], siblings, repeated, before, noise_before, is_routed, here)
         if found is not None:
             single.append(_of_layer(found, m))
         before = max(before, m.output or 0.0)
+        siblings.append(m)
         if repeated is not None:
             noise_before = max(noise_before, repeated.output or 0.0)
     return _joined(single, modules)
@@ -468,14 +475,40 @@ class Limits(NamedTuple):
     Attributes:
         plain: of modules.
         attention: of attention, whose kernels round scores and probabilities or do not.
+        growth: times a difference of its input that attention's output may differ by, in power.
     """
 
     plain: float
     attention: float
+    growth: float = _KERNEL.max_growth
 
     def of(self, name: str) -> float:
         """Return that of a module, or of what a block computes."""
         return self.attention if is_attention(name) else self.plain
+
+    def growth_of(self, name: str) -> float:
+        """Return how many times the difference of an input that of the output may be."""
+        return self.growth if is_attention(name) else _KERNEL.max_growth
+
+    def of_scores(self, scores: float) -> Limits:
+        """Return those of an attention whose scores have a mean square.
+
+        Softmax turns a difference e of a score into one of e of the probability. Rounding the scores s to BF16 makes
+        s^2 / (3 * 2^18) of the output's square; a difference d of q and of k makes 2 s^2 d.
+        """
+        wider = max(1.0, scores / _KERNEL.max_scores)
+        return self._replace(attention=self.attention * wider, growth=max(self.growth, 2 * scores))
+
+
+def _scores(siblings: Sequence[Measures]) -> float:
+    """Return the mean square of the scores q k / sqrt(d) of one block's attention, as of directions by chance: |q|^2 |k|^2.
+
+    Norms of q and k come after the projections, and count in their place; of a joined projection all parts count.
+    """
+    sizes = {e.module.rpartition(".")[2][:1]: e.output_rms for e in siblings if e.output_rms is not None}
+    if "q" in sizes and "k" in sizes:
+        return float((sizes["q"] * sizes["k"]) ** 2)
+    return float(max(sizes.values(), default=0.0) ** 4)
 
 
 def _limits(modules: Sequence[Measures], levels: tuple[float, float]) -> Limits:
@@ -509,6 +542,8 @@ def _routing(
     floor = max(_ROUTING.max_flips, by_noise, ABOVE_NOISE * ((repeated.flips or 0.0) if repeated else 0.0))
     if flips > floor:
         text = f"{m.module}: {flips:.2%} of the tokens go to other experts in the rollout"
+        if m.num_chosen is not None and m.num_chosen[0] != m.num_chosen[1]:
+            text = f"{m.module}: a token goes to {m.num_chosen[0]} experts in training and to {m.num_chosen[1]} in the rollout"
         return _ROUTING.found(text, module=m.module, theirs=m.theirs, tensor="output", value=flips, threshold=floor)
     moved = (
         m.same_tokens
@@ -693,25 +728,35 @@ def _direct(
 def _between(
     m: Measures,
     earlier: Sequence[Measures],
+    siblings: Sequence[Measures],
     repeated: Measures | None,
     before: float,
     noise_before: float,
     is_routed: bool,
     limits: Limits,
 ) -> PathFinding | None:
-    """Compare a module's input with all outputs before it: what computes it is no recorded module."""
+    """Compare a module's input with all outputs before it: what computes it is no recorded module.
+
+    Where those are noisy, attention is still compared with the projections that it reads.
+    """
     if m.input is None or is_routed or not earlier:
         return None
     floor_before = _floor(noise_before if repeated else None, limits.plain)
     parent = m.module.rpartition(".")[0]
-    least = limits.of(parent)
-    floor = _floor(repeated.input if repeated else None, least)
-    if before > floor_before or m.input <= max(floor, _KERNEL.max_growth * before):
+    read = [e.output for e in siblings if e.output is not None] if parent else []
+    is_noisy = before > floor_before
+    if is_noisy and not (read and is_attention(parent)):
         return None
-    siblings = [e.module.rpartition(".")[2] for e in earlier if parent and e.module.rpartition(".")[0] == parent]
-    name = parent if siblings else m.module
+    given = max(read) if is_noisy else before
+    floor = _floor(repeated.input if repeated else None, limits.of(parent))
+    if m.input <= max(floor, limits.growth_of(parent) * given):
+        return None
+    names = [e.module.rpartition(".")[2] for e in siblings] if parent else []
+    name = parent if names else m.module
     last = earlier[-1].module
-    agree = f"its {', '.join(siblings[-3:])} agree{'s' * (len(siblings) == 1)}" if siblings else f"{last} before it agrees"
+    agree = f"its {', '.join(names[-3:])} agree{'s' * (len(names) == 1)}" if names else f"{last} before it agrees"
+    if is_noisy:
+        agree = f"its {', '.join(names[-3:])} by {given:.2g} at most"
     where = {"tensor": "input", "value": m.input, "threshold": floor}
     gain = m.input_gain if m.input_gain is not None else 1.0
     is_factor = m.input - (gain - 1) ** 2 < _SCALE.max_rest * m.input
@@ -721,10 +766,11 @@ def _between(
         text = f"{m.module}: {whose}: the two differ by {m.input:.2g} of their square, as a cast makes, and {agree}"
         return _ACTIVATION.found(text, module=m.module, theirs=m.theirs, **where)
     how = f"is {gain:.4g} times training's" if is_factor else f"differs by {m.input:.2g} of its square in the rollout"
-    text = f"{name}: what it hands to {m.module} {how}, and {agree}"
+    handed = f"what it hands to {m.module}" if names else "what it reads"
+    text = f"{name}: {handed} {how}, and {agree}"
     if is_attention(name):
         where["cure"] = _CURE_OF_ATTENTION
-    return _KERNEL.found(text, module=name, theirs=m.theirs.rpartition(".")[0] if siblings else m.theirs, **where)
+    return _KERNEL.found(text, module=name, theirs=m.theirs.rpartition(".")[0] if names else m.theirs, **where)
 
 
 def _casts(m: Measures) -> list[str]:

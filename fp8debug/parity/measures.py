@@ -51,6 +51,7 @@ class Measures:
         input_rounding: by path, difference of the elements that are not clipped in it.
         output: difference of the outputs.
         output_gain: sum(Y_t Y_r) / |Y_t|^2.
+        output_rms: root of the mean square of the outputs, the larger of both.
         weight: difference of the weights.
         weight_gain: sum(W_t W_r) / |W_t|^2.
         weight_refit: what is left of ``weight`` with the best factor for each block.
@@ -64,6 +65,7 @@ class Measures:
         gain: of each path, sum(product Y) / |product|^2.
         eps: of a norm, by path.
         flips: share of the tokens that are routed otherwise.
+        num_chosen: experts of each token, by path.
         same_tokens: whether both paths read the same tokens, so that numbers of rows of experts compare.
         adapter: whether each path adds an adapter's product to the module's own.
         bad: paths ("training", "rollout") whose output has NaN or Inf.
@@ -81,6 +83,7 @@ class Measures:
     input_rounding: tuple[float, float] | None = None
     output: float | None = None
     output_gain: float | None = None
+    output_rms: float | None = None
     weight: float | None = None
     weight_gain: float | None = None
     weight_refit: float | None = None
@@ -94,6 +97,7 @@ class Measures:
     gain: tuple[float | None, float | None] = (None, None)
     eps: tuple[float | None, float | None] = (None, None)
     flips: float | None = None
+    num_chosen: tuple[int, int] | None = None
     same_tokens: bool = True
     adapter: tuple[bool, bool] = (False, False)
     bad: tuple[str, ...] = ()
@@ -157,11 +161,13 @@ def measure_module(
     if picked is not None:
         found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
         found["output_gain"] = _gain(sides[0].y, sides[1].y)
+        found["output_rms"] = max((_rms(side.y) for side in sides if side.y is not None), default=None)
         if found["input"] and sides[0].x is not None and sides[1].x is not None:
             found |= _casts(sides[0].x, sides[1].x)
         if all("indices" in m.tensors for m in modules):
             chosen = [m.rows("indices", picked[i]) for i, m in enumerate(modules)]
-            if chosen[0].shape == chosen[1].shape:
+            found["num_chosen"] = chosen[0].shape[-1], chosen[1].shape[-1]
+            if chosen[0].shape[:-1] == chosen[1].shape[:-1]:
                 found["flips"] = float(np.mean([set(a) != set(b) for a, b in zip(*(c.tolist() for c in chosen), strict=True)]))
     with ExitStack() as stack:
         weights = ours.weight(first.module, stack), theirs.weight(second.module, stack)
@@ -392,6 +398,11 @@ def _gain(a: Array | None, b: Array | None) -> float | None:
     with np.errstate(all="ignore"):
         size, both = float((a * a).sum()), float((a * b).sum())
     return both / size if size > 0 and np.isfinite(size) and np.isfinite(both) else None
+
+
+def _rms(a: Array) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.sqrt(np.mean(np.square(a, dtype=np.float64)))) if a.size else 0.0
 
 
 def _casts(a: Array, b: Array) -> dict[str, Any]:

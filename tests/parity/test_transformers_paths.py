@@ -169,6 +169,28 @@ def _bias() -> tuple[Any, Any]:
     return train, rollout
 
 
+def _experts_of_each_token() -> tuple[Any, Any]:
+    train = model_of("Qwen3Moe")
+    rollout = model_of("Qwen3Moe", num_experts_per_tok=1)
+    rollout.load_state_dict(train.state_dict())
+    return train, rollout
+
+
+def _scale_of_attention() -> tuple[Any, Any]:
+    train = model_of()
+    rollout = copy.deepcopy(train)
+    rollout.model.layers[2].self_attn.scaling *= 0.97  # less than by another kernel; what lies before has the same bits
+    return train, rollout
+
+
+def _attention_behind_noise() -> tuple[Any, Any]:
+    train = fp8debug.convert(model_of(), "blockwise", overrides={"lm_head": None})
+    rollout = copy.deepcopy(train)
+    rollout.config._attn_implementation = "eager"
+    rollout.model.layers[2].self_attn.scaling = 0.0
+    return train, rollout
+
+
 @dataclass(frozen=True)
 class Difference:
     make: Callable[[], tuple[Any, Any]]
@@ -187,6 +209,9 @@ DIFFERENCES = [
     Difference(_expert, "F301", "model.layers.1.mlp.experts.3.down_proj", "a copy of another step"),
     Difference(_layer, "F308", "model.layers.2", "run in the training alone, and model.norm behind differs"),
     Difference(_embedding, "F306", "model.embed_tokens", "of the same tokens the rollout makes an output that is 0.0"),
+    Difference(_experts_of_each_token, "F305", "model.layers.0.mlp.gate", "to 2 experts in training and to 1 in the rollout"),
+    Difference(_scale_of_attention, "F306", "model.layers.2.self_attn", "and its q_proj, k_proj, v_proj agree"),
+    Difference(_attention_behind_noise, "F306", "model.layers.2.self_attn", "its q_proj, k_proj, v_proj by 0.0"),
     Difference(_bias, "F301", "model.layers.0.self_attn.q_proj", "the rollout has no bias"),
 ]
 
@@ -253,7 +278,22 @@ def _wide() -> tuple[Any, Any]:
     return train, copy.deepcopy(train).float()
 
 
-@pytest.mark.parametrize("make", [_merged, _eager, _batched_experts, _wide])
+def _large_scores() -> tuple[Any, Any]:
+    train = model_of()
+    for layer in train.model.layers:
+        layer.self_attn.q_proj.weight.mul_(4)
+        layer.self_attn.k_proj.weight.mul_(4)
+    rollout = copy.deepcopy(train)
+    rollout.config._attn_implementation = "eager"
+    return train, rollout
+
+
+def _large_scores_in_fp8() -> tuple[Any, Any]:
+    train, rollout = (fp8debug.convert(model, "blockwise", overrides={"lm_head": None}) for model in _large_scores())
+    return train, rollout
+
+
+@pytest.mark.parametrize("make", [_merged, _eager, _batched_experts, _wide, _large_scores, _large_scores_in_fp8])
 def test_equal_paths_by_other_kernels_are_silent(make: Callable[[], tuple[Any, Any]], tmp_path: Path) -> None:
     report = compared(*make(), tmp_path)
     assert not report, [(f.code, f.module, f.message) for f in report]
