@@ -320,6 +320,16 @@ def test_nvfp4_with_the_second_level_the_wrong_way_round(tmp_path: Path) -> None
     assert codes_of(check_checkpoint(file, reference))["F231"] == [BAD]
 
 
+def test_scales_of_columns_are_called_so(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = writers.LAYOUTS["per_channel_bf16"](weights)
+    tensors[f"{BAD}_scale"] = weights[BAD].float().abs().amax(0) / 448
+    save_file(tensors, tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(tmp_path)
+    assert (finding.code, finding.tensor) == ("F203", BAD)
+    assert "320 scales" in finding.message and finding.message.endswith("or 288x1 for rows: there is one for each column")
+
+
 def test_equal_causes_are_one_finding(tmp_path: Path) -> None:
     tensors = deepseek(square())
     for name in NAMES:

@@ -184,7 +184,7 @@ def _scale_of_attention() -> tuple[Any, Any]:
 
 
 def _attention_behind_noise() -> tuple[Any, Any]:
-    train = fp8debug.convert(model_of(), "blockwise", overrides={"lm_head": None})
+    train: Any = fp8debug.convert(model_of(), "blockwise", overrides={"lm_head": None})
     rollout = copy.deepcopy(train)
     rollout.config._attn_implementation = "eager"
     rollout.model.layers[2].self_attn.scaling = 0.0

@@ -268,6 +268,8 @@ def _fault(
         return f"{text}: the grid is that of blocks of {other[0]}x{other[1]}"
     if any(grid == _expected(other, rows, columns)[::-1] for other in blocks):
         return f"{text}: the grid is transposed"
+    if grid in ((1, columns), (columns, 1)) and rows != columns:
+        return f"{text}, or {rows}x1 for rows: there is one for each column"
     more, fewer = (any(a * s > b * s for a, b in zip(grid, wanted, strict=True)) for s in (1, -1))
     kind = "too many" if more and not fewer else "too few" if fewer and not more else "another grid"
     return f"{text}: {kind}"
