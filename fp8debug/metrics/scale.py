@@ -78,6 +78,7 @@ class Scale:
         has_underflown = (scale_inv == 0) & (stored is not None and not stored.scale_only)  # as an E4M3 scale may; NaN has not
         scaled_blocks = nonzero & ~has_underflown
         scaled = amax / scale_inv  # the largest of a block: a zero block's may be 0 / 0
+        top = scaled.masked_fill(~scaled_blocks, -math.inf).amax()
         lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf() | has_underflown
         if pair.cast.scaling != "current":
             lifted = lifted & False
@@ -88,8 +89,9 @@ class Scale:
             "num_blocks": nonzero.sum().new_full((), amax.numel()),
             "num_zero_blocks": (~nonzero).sum(),
             "num_eps_blocks": (nonzero & lifted).sum(),
+            # By a tensor: a GPU divides by a Python number as a product with its reciprocal, one rounding more.
             # Infinity would read as "no data".
-            "headroom": (scaled.masked_fill(~scaled_blocks, -math.inf).amax() / pair.format_max).clamp(max=FLOAT32_MAX),
+            "headroom": (top / top.new_full((), pair.format_max)).clamp(max=FLOAT32_MAX),
         }
 
 
