@@ -103,10 +103,10 @@ def assert_same_slots(found: Slots, x: torch.Tensor, cast: Cast, expected: Quant
     sizes = {"sum_x": pair.x64.abs().sum(), "sum_xy": wanted["sum_x2"], "sum_err": pair.x64.abs().sum()}
     sizes |= {"noise_sum": wanted["numel"].double(), "scale_inv_sum_log2": 128.0 * wanted["num_blocks"].double()}
     for name, value in values.items():
-        want, kind = wanted[name].double(), slots()[name].kind if name != "num_tensors" else "int64"
-        value = value.double()
+        want, kind = wanted[name].double().cpu(), slots()[name].kind if name != "num_tensors" else "int64"
+        value = value.double().cpu()
         if kind == "float64":
-            size = torch.maximum(torch.as_tensor(sizes.get(name, want.abs())).double(), want.abs())
+            size = torch.maximum(torch.as_tensor(sizes.get(name, want.abs())).double().cpu(), want.abs())
             assert (value - want).abs() <= 1e-12 * size or value == want, (name, value.item(), want.item())
         elif name in ("worst_block_nmse", "max_block_range_log2"):
             assert torch.isclose(value, want, rtol=1.2e-7, atol=0), (name, value.item(), want.item())
