@@ -45,8 +45,6 @@ _LETTER = 5.9
 STATE_COLORS = {MISSING: MISSING_COLOR, INF: INF_COLOR, MADE: MADE_COLOR, NAN: NAN_COLOR}
 #: Stretches of one line that get words of their own.
 MAX_STRETCHES = 4
-#: Share of a plot up to which the words about a gap stand at its right; behind it they would leave the plot.
-ROOM_FOR_WORDS = 0.6
 #: What lies on the other side of healthy: no loss of precision, but not what was meant either.
 _BEYOND = {"sqnr_db": "not FP8", "headroom": "range unused", "scale_log2_ratio": "scale too large"}
 
@@ -238,10 +236,7 @@ def mark_gaps(figure: Figure, steps: Ints, states: States, i: int = 0, what: str
             {"type": "rect", "x0": begin, "x1": end, **across, "fillcolor": color, "opacity": 0.14, "line": {"width": 0}}
         )
         figure.rule(color, i, x=begin, width=1.4)
-        half = ROOM_FOR_WORDS if figure.cols == 1 else 0.5
-        is_late = len(steps) > 1 and begin - int(steps[0]) > half * (int(steps[-1]) - int(steps[0]))
-        place: Part = {"xanchor": "right", "xshift": -4} if is_late else {"xanchor": "left", "xshift": 4}
-        figure.note(words, i, xref=f"x{n}", x=begin, y=0.98, yanchor="top", yshift=-13 * row, **place)
+        figure.gap_note(words, i, x=begin, yshift=-13 * row)
 
 
 def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:

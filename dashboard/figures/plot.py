@@ -35,6 +35,9 @@ LOOK: Part = {
         "yaxis": {**_AXIS, "ticks": "", "ticklabelstandoff": 4, "exponentformat": "power"},
     }
 }
+#: Share of a plot up to which the words about a gap stand at its right; behind it they would leave the plot. Of several columns
+#: each has less room.
+ROOM_FOR_WORDS, ROOM_IN_COLUMNS = 0.6, 0.5
 #: A legend above the plot, on its left.
 LEGEND: Part = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 
@@ -65,6 +68,7 @@ class Figure:
         self.told: set[tuple[int, str]] = set()
         self.cols = cols
         self.num = rows * cols
+        self._gap_notes: list[tuple[int, Part]] = []
         if self.num == 1:
             return
         shares = np.array(heights or [1] * rows, dtype=np.float64)
@@ -133,8 +137,27 @@ class Figure:
         look = {"text": text, "showarrow": False, "font": {"size": size}}
         self.layout.setdefault("annotations", []).append({**look, **place, **values})
 
+    def gap_note(self, words: str, i: int = 0, *, x: float, yshift: int = 0) -> None:
+        """Add words beside where a gap begins in the i-th subplot; :meth:`set` finds the side with room, once all is drawn."""
+        self.note(words, i, xref=f"x{_number(i)}", x=x, y=0.98, yanchor="top", yshift=yshift, xanchor="left", xshift=4)
+        self._gap_notes.append((i % self.cols, self.layout["annotations"][-1]))
+
+    def _place_gap_notes(self) -> None:
+        room = ROOM_FOR_WORDS if self.cols == 1 else ROOM_IN_COLUMNS
+        for column, note in self._gap_notes:
+            low, high = self._x_range(column)
+            if note["x"] - low > room * (high - low):
+                note.update(xanchor="right", xshift=-4)
+
+    def _x_range(self, column: int) -> tuple[float, float]:
+        """Return the smallest and largest x of all that is drawn in a column of subplots, whose x axes go together."""
+        axes = {f"x{_number(i)}" for i in range(column, self.num, self.cols)}
+        own = [t["x"] for t in self.data if t.get("xaxis", "x") in axes and isinstance(t.get("x"), np.ndarray) and t["x"].size]
+        return min((float(x.min()) for x in own), default=0.0), max((float(x.max()) for x in own), default=0.0)
+
     def set(self, height: int, **layout: Any) -> Figure:
-        """Set the height in pixels, and other values of the layout."""
+        """Set the height in pixels, and other values of the layout; all traces have been added."""
+        self._place_gap_notes()
         self.layout.update(height=height, **layout)
         return self
 

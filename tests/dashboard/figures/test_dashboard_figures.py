@@ -307,9 +307,23 @@ def test_noise_is_not_drawn_from_end_to_end_as_evidence() -> None:
 
 
 def test_words_about_a_gap_stand_where_they_have_room() -> None:
-    steps, states = np.arange(10, dtype=np.int32), np.array([FINITE] * 6 + [NAN] * 4, np.int8)  # from 6 of 9 on
+    steps, states = np.arange(10, dtype=np.int32), np.array([FINITE] * 6 + [NAN] * 4, np.int8)  # from 5 of 9 on
     states[5] = NAN
+    short = StepSeries(name="short", steps=steps, values=np.ones(10, np.float32), states=states)
     alone, many = plots.Figure(), plots.Figure(3, 3)
-    figures.mark_gaps(alone, steps, states)
-    figures.mark_gaps(many, steps, states, 4)
-    assert alone.layout["annotations"][0]["xanchor"] == "left" and many.layout["annotations"][0]["xanchor"] == "right"
+    figures.line(alone, short, "#000000")
+    figures.line(many, short, "#000000", 4)
+    sides = [figure.set(200).layout["annotations"][0]["xanchor"] for figure in (alone, many)]
+    assert sides == ["left", "right"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_words_about_a_gap_have_the_room_of_the_longest_line(is_first: bool) -> None:
+    steps = np.arange(10, dtype=np.int32)
+    states = np.where(steps < 8, FINITE, NAN).astype(np.int8)
+    short = StepSeries(name="short", steps=steps, values=np.ones(10, np.float32), states=states)
+    long = StepSeries(name="long", steps=np.arange(100, dtype=np.int32), values=np.ones(100, np.float32))
+    figure = plots.Figure()
+    for trace in (short, long) if is_first else (long, short):
+        figures.line(figure, trace, "#000000")
+    assert figure.set(200).layout["annotations"][0]["xanchor"] == "left"  # on the left plotly makes the axis longer, below 0

@@ -23,6 +23,7 @@ from tests.dashboard import samples
 from tests.dashboard.data.test_dashboard_nonfinite import text
 from tests.dashboard.pages.test_dashboard_browser import go
 from tests.dashboard.serving import served
+from tests.synthetic import Override
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -225,6 +226,23 @@ def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
             settle(narrow_page, address + page)
             found = narrow_page.evaluate("window.shift")
             assert found["sum"] <= 0.1, f"{name} moves while it loads: {sorted(found['worst'], reverse=True)[:2]}"
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1280, "light"), (1920, "dark")], indirect=True, ids=["1280", "1920"])
+def test_the_modules_that_are_counted_as_the_worst_are_all_in_sight(
+    narrow_page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Override(module="*", actual=None, slots=samples.LOST, steps=(20, None))
+    samples.write_healthy(tmp_path / "run", num_steps=40, modules=samples.gpt_modules(3), overrides=[lost])
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)  # the modules come after the first paint
+    narrow_page.add_init_script(SHIFTS)
+    with served(tmp_path / "run") as address:
+        settle(narrow_page, address)
+        table = narrow_page.locator("#worst .table")
+        expect(table.locator("tbody tr")).to_have_count(10)
+        assert table.evaluate("(at) => at.scrollHeight - at.clientHeight") == 0
+        assert narrow_page.evaluate("window.shift.sum") <= 0.1
 
 
 @browser_test
