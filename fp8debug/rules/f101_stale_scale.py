@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 
-#: Steps by which the amaxes that a scale is made of may lag: some stacks form it one step ahead.
-_LAG = 1
-#: Amaxes that a history may get for one tensor that was recorded: a recomputed forward pass adds its own.
-_CALLS = 2
 _LEFT_BEHIND = ", nor does it hold what the tensor had at earlier sampled steps: it does not follow its tensor"
 
 
@@ -67,6 +63,8 @@ class StaleScaleSaturation(Rule):
           them: a static scale follows nothing, so that growth is no excuse. A delayed scale needs no warm-up either where it
           does not hold, by min_headroom, an amax that its history has (algorithm max, sampled two steps before or
           earlier) at min_steps sampled steps: a healthy one does by construction.
+        - max_lag 1: steps by which the amaxes that a delayed scale is made of may lag, as some stacks form it one step ahead.
+          max_calls 2: amaxes that a history may get for one recorded tensor, as a recomputed forward pass adds its own.
         - horizon 1: how far a forecast looks ahead, as a share of the steps that the trend was seen for; 0 for none. No
           published basis.
     """
@@ -88,6 +86,8 @@ class StaleScaleSaturation(Rule):
     warmup: int = 8
     early_headroom: float = 8.0
     early_steps: int = 4
+    max_lag: int = 1
+    max_calls: int = 2
     horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:
@@ -146,8 +146,14 @@ class StaleScaleSaturation(Rule):
     def _is_beyond(self, cast: Cast, row: dict[str, Any], past: dict[str, Any]) -> bool:
         """Return whether an earlier amax, which is in the history of this row's scale, lies beyond it."""
         age = row["step"] - past["step"]
-        calls = _CALLS * age * max(row["num_tensors"] or 1, past["num_tensors"] or 1)
-        if age <= _LAG or calls > cast.history or not past["amax"] or not row["scale_inv_max"] or row["ranks"] != past["ranks"]:
+        calls = self.max_calls * age * max(row["num_tensors"] or 1, past["num_tensors"] or 1)
+        if (
+            age <= self.max_lag
+            or calls > cast.history
+            or not past["amax"]
+            or not row["scale_inv_max"]
+            or row["ranks"] != past["ranks"]
+        ):
             return False
         return bool(past["amax"] > self.min_headroom * FORMATS[cast.format].max * row["scale_inv_max"])
 

@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 _COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate")
-#: Norm of a result over that of the product beyond which parts of the sum lack a scale: scales of FP8 lie below 1/16 in tensors
-#: whose amax is below 28.
-_FAR_TOO_LARGE = 16.0
-#: A result that is right where it is not missing is a projection of the product: what is missing is orthogonal to it, so that its
-#: cosine is its norm ratio (closed form; BF16 changes either by 1e-5). Below a norm ratio there is next to nothing to compare.
-_RIGHT_ANGLE, _LEAST_LEFT = 0.003, 0.05
 #: The cure where no accumulator explains the result.
 _OF_KERNEL = "another kernel or backend for this GEMM; check which scales it reads, and in which layout; else BF16 for this GEMM"
 
@@ -60,8 +54,16 @@ class ShortAccumulator(Rule):
           itself is 10 dB below what uniform operands lose at K = 1024 (34 dB).
         - once_sqnr_db 10: SQNR below which a result-differs counts at a single sampled step; metrics/rows.py calls a row
           below it one without signal. Seen in sglang #39193, DeepGEMM #365.
-        - What is there is right where cosine and norm ratio differ by less than 0.003: 0 in closed form, 1e-5 by BF16. A norm
-          ratio below 0.05 is not asked.
+        - The rest says which cause a result-differs names. min_factor_cosine 0.999: cosine from which on one factor is wrong;
+          min_scaled_cosine 0.9: from which on scales are, and not the data; numerics.md, 4 (warn below 0.999), no published
+          basis for 0.9.
+        - max_projection_error 0.003: difference of cosine and norm ratio. A result that is right where it is not missing is a
+          projection of the product: what is missing is orthogonal to it, so that both are equal (closed form; BF16 changes
+          either by 1e-5). min_norm_ratio 0.05: below, there is next to nothing to compare. No published basis.
+        - max_norm_ratio 16: norm of a result over that of the product beyond which parts of the sum lack a scale: scales of FP8
+          lie below 1/16 in tensors whose amax is below 28.
+        - min_mixed_rows 0.005, min_parted_rows 0.9: share of wrong rows and of right ones, and of both together, where a
+          kernel left rows out. No published basis.
     """
 
     code = "F108"
@@ -74,6 +76,13 @@ class ShortAccumulator(Rule):
     min_steps: int = 2
     margin_db: float = 3.0
     once_sqnr_db: float = 10.0
+    min_factor_cosine: float = 0.999
+    min_scaled_cosine: float = 0.9
+    max_projection_error: float = 0.003
+    min_norm_ratio: float = 0.05
+    max_norm_ratio: float = 16.0
+    min_mixed_rows: float = 0.005
+    min_parted_rows: float = 0.9
 
     @property
     def _look(self) -> Look:
@@ -104,7 +113,7 @@ class ShortAccumulator(Rule):
         message = (
             f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from the exact product of its own FP8 operands at step"
             f" {row['step']} ({len(trace.rows)} of {since} sampled steps), where the shortest accumulator gives at least"
-            f" {floor:.0f} dB{over}: {candidates(row)}"
+            f" {floor:.0f} dB{over}: {self._candidates(row)}"
         )
         found = trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
         return replace(found, name="result-differs", cure=_OF_KERNEL)
@@ -122,35 +131,35 @@ class ShortAccumulator(Rule):
         limit = self.max_sqnr_db if severity is Severity.ERROR else self.warn_sqnr_db
         return trace.finding(self, severity, message, value=sqnr, threshold=limit, unit="dB")
 
-
-def candidates(row: dict[str, Any]) -> str:
-    """Return the causes that the statistics of a result leave, with the numbers that speak for them."""
-    gain, cosine, norm_ratio = row["gain"], row["cosine"], row["norm_ratio"]
-    bad, good = row.get("bad_row_rate") or 0.0, row.get("good_row_rate") or 0.0
-    if gain is None or cosine is None or norm_ratio is None:
-        return "the result holds nothing of the product"
-    if bad > 0.005 and good > 0.005 and bad + good > 0.9:
-        return f"{percent(bad)} of its rows are wrong and {percent(good)} right: the kernel left rows unwritten or mixed them"
-    if cosine >= 0.999:
-        return f"gain {gain:.3g} at cosine {cosine:.5f}, so that the kernel applies a scale twice, not at all, or another one"
-    if norm_ratio >= _LEAST_LEFT and abs(cosine - norm_ratio) < _RIGHT_ANGLE:
-        return (
-            f"{percent(1 - norm_ratio**2)} of the product's energy is missing and what is there is right (cosine {cosine:.3f},"
-            f" norm ratio {norm_ratio:.3f}): rows or columns that the kernel never wrote, or a part of the sum that it left out"
-        )
-    if cosine >= 0.9:
-        return (
-            f"gain {gain:.3g} at cosine {cosine:.3f}, so that the kernel does not use the scales that it is given as they are"
-            " (exponents alone, another block, another layout)"
-        )
-    if norm_ratio > _FAR_TOO_LARGE:
-        return (
-            f"cosine {cosine:.3f}, norm ratio {norm_ratio:.3g}: a part of the sum lacks its scales (a block along the contracted"
-            " dimension, or some rows), or the result is in an output buffer that something else wrote to"
-        )
-    if norm_ratio < 0.05:
-        return f"norm ratio {norm_ratio:.2g}, so that the kernel wrote next to nothing"
-    return f"cosine {cosine:.3f}, norm ratio {norm_ratio:.3g}: other data, or an output buffer that something else wrote to"
+    def _candidates(self, row: dict[str, Any]) -> str:
+        """Return the causes that the statistics of a result leave, with the numbers that speak for them."""
+        gain, cosine, norm_ratio = row["gain"], row["cosine"], row["norm_ratio"]
+        bad, good = row.get("bad_row_rate") or 0.0, row.get("good_row_rate") or 0.0
+        if gain is None or cosine is None or norm_ratio is None:
+            return "the result holds nothing of the product"
+        if min(bad, good) > self.min_mixed_rows and bad + good > self.min_parted_rows:
+            return f"{percent(bad)} of its rows are wrong and {percent(good)} right: the kernel left rows unwritten or mixed them"
+        if cosine >= self.min_factor_cosine:
+            return f"gain {gain:.3g} at cosine {cosine:.5f}, so that the kernel applies a scale twice, not at all, or another one"
+        if norm_ratio >= self.min_norm_ratio and abs(cosine - norm_ratio) < self.max_projection_error:
+            return (
+                f"{percent(1 - norm_ratio**2)} of the product's energy is missing and what is there is right (cosine"
+                f" {cosine:.3f}, norm ratio {norm_ratio:.3f}): rows or columns that the kernel never wrote, or a part of the"
+                " sum that it left out"
+            )
+        if cosine >= self.min_scaled_cosine:
+            return (
+                f"gain {gain:.3g} at cosine {cosine:.3f}, so that the kernel does not use the scales that it is given as they are"
+                " (exponents alone, another block, another layout)"
+            )
+        if norm_ratio > self.max_norm_ratio:
+            return (
+                f"cosine {cosine:.3f}, norm ratio {norm_ratio:.3g}: a part of the sum lacks its scales (a block along the"
+                " contracted dimension, or some rows), or the result is in an output buffer that something else wrote to"
+            )
+        if norm_ratio < self.min_norm_ratio:
+            return f"norm ratio {norm_ratio:.2g}, so that the kernel wrote next to nothing"
+        return f"cosine {cosine:.3f}, norm ratio {norm_ratio:.3g}: other data, or an output buffer that something else wrote to"
 
 
 RULES.add(ShortAccumulator.code, ShortAccumulator())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
-from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import LIMITS, limits_of, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -49,6 +49,19 @@ class StaleWeight(Rule):
           healthy runs, 0.07 where rows are sampled; three times as much under delayed scaling, whose scale moves between two
           reads (0.95 dB) [measured].
         - min_steps 2, warmup 8: sampled steps that show it; under delayed scaling the first steps do not count.
+        - delayed_sqnr_db 23.5, delayed_cosine 0.998: limits under delayed scaling: weights that grow from zero clip for some
+          steps [measured: 24.3 dB and 0.9989 at step 8 of a healthy run]; one 16 steps old has 21.7 dB and 0.9966 or less.
+        - min_coefficient 0.9: cosine / norm_ratio, the coefficient of the weight on an older one of its own: 1 in closed form
+          where updates lie across it. Measured, a weight of up to 16 steps ago at learning rates of 0.002 and 0.01: 0.994 to
+          1.27; permuted scales: 0.26 to 0.83.
+        - max_block_growth 4: growth of a block's amax over that of the weight's norm, 1.64 at most in the same runs; beyond,
+          single blocks have scales that were never theirs (F119). No published basis.
+        - max_noise_db 20, max_noise_share 0.25, max_noise_range_db 2: noise added to the right values from the first step on is
+          F128's: an SQNR below and steady within these, and 1 - gain over nmse below the share: 1 for an older weight, 0.5 for
+          values in other places, 0 for noise (closed form; 0.02 at 13 dB of noise [measured]).
+        - max_e5m2_error_db 0.6: distance from the 25.55 dB of E5M2 at every step, whose noise is F120's. No published basis.
+        - min_own_cosine 0.9: cosine from which on values are the weight's, under wrong scales at a start (F119): a factor of up
+          to 2 for each block leaves 0.95.
         - Seen in TransformerEngine #1047, marin #7659.
     """
 
@@ -64,16 +77,25 @@ class StaleWeight(Rule):
     min_reread_gap_db: float = 1.0
     min_steps: int = LIMITS.min_steps
     warmup: int = LIMITS.warmup
+    delayed_sqnr_db: float = LIMITS.delayed_sqnr_db
+    delayed_cosine: float = LIMITS.delayed_cosine
+    min_coefficient: float = LIMITS.min_coefficient
+    max_block_growth: float = LIMITS.max_block_growth
+    max_noise_db: float = LIMITS.max_noise_db
+    max_noise_share: float = LIMITS.max_noise_share
+    max_noise_range_db: float = LIMITS.max_noise_range_db
+    max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
+    min_own_cosine: float = LIMITS.min_own_cosine
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off, in either read."""
-        yield look_for_weights(self._limits())
+        yield look_for_weights(limits_of(self))
         yield self._recheck
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another time."""
         yield from self._between_microbatches(run)
-        for weight in off_weights(run, self._limits()):
+        for weight in off_weights(run, limits_of(self)):
             if not weight.foreign:
                 row = min(weight.trace.rows, key=lambda row: float(row["sqnr_db"]))
                 message = (
@@ -83,17 +105,6 @@ class StaleWeight(Rule):
                 yield weight.trace.finding(
                     self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
                 )
-
-    def _limits(self) -> WeightLimits:
-        return replace(
-            LIMITS,
-            max_sqnr_db=self.max_sqnr_db,
-            max_cosine=self.max_cosine,
-            max_own_scale_sqnr_db=self.max_own_scale_sqnr_db,
-            max_headroom=self.max_headroom,
-            min_steps=self.min_steps,
-            warmup=self.warmup,
-        )
 
     @property
     def _recheck(self) -> Look:

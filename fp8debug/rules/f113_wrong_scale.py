@@ -11,8 +11,8 @@ from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.outside_scales import otherwise_scaled
-from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
+from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
+from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
 from fp8debug.rules.reading.weights import HAS_SHRUNK, has_small_scales
 
@@ -34,8 +34,6 @@ _NOT_OWN = "static, older than the tensor, or from the amax of a part of it"
 _MAXIMUM = "divide the amax by the maximum of the format that the cast runs, as the device has it"
 #: SQL: the largest scale is no power of two, so that scales are not rounded to one.
 _IS_NO_POWER_OF_TWO = "abs(log2(scale_inv_max) - round(log2(scale_inv_max))) > 1e-5"
-#: Sampled steps that show a constant.
-_MIN_STEPS = 2
 _PASS = (
     "pass the operand's scale to this GEMM as the others do, or multiply the result by it; compare the module's output with a"
     " BF16 product of its input and weight; else BF16 here"
@@ -92,6 +90,10 @@ class WrongScale(Rule):
           every sampled step, in all blocks at most, and its relative spread. Under current scaling without rounding it is 1; a
           constant below, while the scales of an operand of this cast change, is a margin or the maximum of another format. Where
           all of them are constant, nothing says what they were made for. Seen in sglang #30900.
+        - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
+          which on the scales are cut off and none is another block's, as in F147: 1 in closed form, but that scales are
+          rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
+        - min_unused_steps 2: of scale-for-another-maximum, sampled steps, all of the run's. No published basis.
         - max_unit_gain 2: of scale-not-applied, the gain (or its inverse) beyond which a scale_inv of 1 is not the tensor's own:
           codes that fill a format's range within a binade are at most twice their tensor.
         - Seen in TransformerEngine #123, #567 and #982, sglang #25733, pytorch #190979.
@@ -110,12 +112,15 @@ class WrongScale(Rule):
     min_headroom: float = 1.25
     min_mixed_rows: float = 0.03
     min_elements: int = 256
-    max_unit_gain: float = 2.0
+    max_unit_gain: float = MAX_UNIT_GAIN
     min_exact_headroom: float = 1.07
     min_clipped: int = 8
     max_clipped_rate: float = 0.001
     max_unused_headroom: float = 0.9
+    min_unused_steps: int = 2
     max_spread: float = 0.002
+    min_own_share: float = MIN_OWN_SHARE
+    min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
 
     @property
     def _look(self) -> Look:
@@ -159,7 +164,8 @@ class WrongScale(Rule):
         conditions: Conditions = [
             Condition("headroom", ">", min(self.min_headroom, self.min_exact_headroom)),
             Keys("cast_name LIKE '% current%'"),
-            f"numel >= {self.min_elements} AND num_saturated > 0 AND NOT {ARE_CUT_OFF}"
+            f"numel >= {self.min_elements} AND num_saturated > 0"
+            f" AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}"
             f" AND (headroom > {self.min_headroom} AND ({ONE_SCALE} OR tensor = 'weight' AND {HAS_SHRUNK})"
             f" OR num_saturated >= {self.min_clipped} AND {ONE_SCALE} AND {_IS_NO_POWER_OF_TWO})",
         ]
@@ -216,7 +222,7 @@ class WrongScale(Rule):
 
     def _unused_range(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose largest value uses the same share of the format's range at every step."""
-        found = [trace for trace in traces(run, self._unused) if len(trace.rows) == len(trace.sampled) >= _MIN_STEPS]
+        found = [trace for trace in traces(run, self._unused) if len(trace.rows) == len(trace.sampled) >= self.min_unused_steps]
         found = [
             trace
             for trace in found

@@ -11,9 +11,9 @@ from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import READ_AS_ANOTHER, cast_floor_db
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
+from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
 from fp8debug.rules.reading.traces import Trace, num_right, times, traces
-from fp8debug.rules.reading.weights import HAS_OUTGROWN, HAS_SHRUNK, are_scales_of_others, starts_of
+from fp8debug.rules.reading.weights import HAS_SHRUNK, LIMITS, are_scales_of_others, has_outgrown, starts_of
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -64,6 +64,11 @@ class ScaleGrid(Rule):
           allows for orders in which large blocks get small scales.
         - max_resized 16: norm of the data over the tensor's, or its inverse, beyond which an order of the tensor's own scales
           does not explain them: it leaves the norm, but for blocks that differ in energy under like scales. No published basis.
+        - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
+          which on the scales are cut off and none is another block's, as in F147: 1 in closed form, but that scales are
+          rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
+        - min_coefficient 0.9, max_block_growth 4, min_own_cosine 0.9: what parts scales of other blocks from an older weight
+          that outgrew its scales, and from another weight's values at a start; as in F112, which says where they come from.
         - Where some of at most eight microbatches are another tensor's, the norm lies within 0.1 of the tensor's, as one of the
           same module has about its size, and the cosine within a tenth of a microbatch of their share. No published basis.
     """
@@ -80,6 +85,11 @@ class ScaleGrid(Rule):
     min_elements: int = 256
     max_unrelated: float = 0.25
     max_resized: float = 16.0
+    min_coefficient: float = LIMITS.min_coefficient
+    max_block_growth: float = LIMITS.max_block_growth
+    min_own_cosine: float = LIMITS.min_own_cosine
+    min_own_share: float = MIN_OWN_SHARE
+    min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
 
     @property
     def _look(self) -> Look:
@@ -87,9 +97,9 @@ class ScaleGrid(Rule):
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
             f"(sqnr_db < {self.max_sqnr_db} OR {_IS_FINE} AND sqnr_db < {_HIGHEST_FLOOR_DB}) AND cosine < {self.max_cosine}",
-            f"numel >= {self.min_elements} AND NOT {ARE_CUT_OFF}",
+            f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
-            f"NOT (tensor = 'weight' AND {HAS_OUTGROWN})",
+            f"NOT (tensor = 'weight' AND {has_outgrown(self.min_coefficient, self.max_block_growth)})",
         ]
         return look(conditions, ["sqnr_db", "headroom", "cosine", "norm_ratio", "scale_inv_min", "scale_inv_max", "num_tensors"])
 
@@ -104,7 +114,7 @@ class ScaleGrid(Rule):
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%' AND tensor = 'weight'"),
             f"sqnr_db < {_HIGHEST_FLOOR_DB} AND cosine < {self.max_cosine}",
-            f"numel >= {self.min_elements} AND NOT {ARE_CUT_OFF}",
+            f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
         ]
         return look(conditions, ["sqnr_db", "headroom", "cosine", f"{HAS_SHRUNK} AS has_shrunk"])
@@ -127,7 +137,9 @@ class ScaleGrid(Rule):
         starts = starts_of(run) if weights else frozenset()
         for trace in weights:
             row = trace.rows[0]
-            if (trace.module, trace.gemm) in told or not are_scales_of_others(row, starts, self._rounded_headroom(trace)):
+            if (trace.module, trace.gemm) in told or not are_scales_of_others(
+                row, starts, self._rounded_headroom(trace), self.min_own_cosine
+            ):
                 continue
             message = (
                 f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB at step {row['step']}, before any update, at"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -194,11 +195,9 @@ class WrongFormat(Rule):
         for whole in traces(run, self._misread):
             fmt = FORMATS[whole.cast_name.partition(" ")[0]]
             for (name, made), ratio in _WIDER.items():
-                trace = (
-                    whole.where(lambda row, ratio=ratio, fmt=fmt: self._has_ratio(row, fmt.max, ratio))
-                    if name == fmt.name
-                    else None
-                )  # type: ignore[misc]  # bound now
+                if name != fmt.name:
+                    continue
+                trace = whole.where(partial(self._has_ratio, largest=fmt.max, ratio=ratio))
                 if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):
                     continue
                 row = trace.least("sqnr_db")

@@ -10,7 +10,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Look, look
 from fp8debug.rules.reading.prefilter import in_batches, source_of_ranks
 from fp8debug.rules.reading.traces import RUNNING, traces
-from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import LIMITS, limits_of, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -48,6 +48,11 @@ class WeightCopyDiffers(Rule):
         - min_mixed_rows 0.03: share of sampled rows that are lost (below 10 dB), and share that is right (above 24 dB), which
           together are 80 % at least. No published basis: a stale weight drifts in all rows alike.
         - max_foreign_sqnr_db 15: at the first step of a run or resumed part. No published basis.
+        - max_unrelated 0.3: cosine below which values of the weight's size (norm ratio 0.5 to 1.5) are another tensor's or lie
+          in other places, as the message says; of independent ones it is about 1 / sqrt(numel).
+        - delayed_sqnr_db 23.5, delayed_cosine 0.998, min_coefficient 0.9, max_block_growth 4, max_noise_db 20,
+          max_noise_share 0.25, max_noise_range_db 2, max_e5m2_error_db 0.6, min_own_cosine 0.9: what parts a weight that is
+          not the own from other faults; as in F112, which says where they come from. Set them for both.
         - max_rank_ratio 2: squared error of the FP8 weight on one rank over that on another, both of the same weight. No
           published basis: replicas of a healthy weight are equal to rounding.
         - Seen in Megatron-LM #2272 and #6666.
@@ -62,24 +67,25 @@ class WeightCopyDiffers(Rule):
     max_cosine: float = LIMITS.max_cosine
     min_mixed_rows: float = LIMITS.min_mixed_rows
     max_foreign_sqnr_db: float = LIMITS.max_foreign_sqnr_db
+    max_unrelated: float = LIMITS.max_unrelated
+    delayed_sqnr_db: float = LIMITS.delayed_sqnr_db
+    delayed_cosine: float = LIMITS.delayed_cosine
+    min_coefficient: float = LIMITS.min_coefficient
+    max_block_growth: float = LIMITS.max_block_growth
+    max_noise_db: float = LIMITS.max_noise_db
+    max_noise_share: float = LIMITS.max_noise_share
+    max_noise_range_db: float = LIMITS.max_noise_range_db
+    max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
+    min_own_cosine: float = LIMITS.min_own_cosine
     max_rank_ratio: float = 2.0
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off."""
-        yield look_for_weights(self._limits())
-
-    def _limits(self) -> WeightLimits:
-        return replace(
-            LIMITS,
-            max_sqnr_db=self.max_sqnr_db,
-            max_cosine=self.max_cosine,
-            min_mixed_rows=self.min_mixed_rows,
-            max_foreign_sqnr_db=self.max_foreign_sqnr_db,
-        )
+        yield look_for_weights(limits_of(self))
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another place."""
-        for weight in off_weights(run, self._limits()):
+        for weight in off_weights(run, limits_of(self)):
             if weight.foreign:
                 row = weight.trace.rows[0]
                 which = (
@@ -96,7 +102,7 @@ class WeightCopyDiffers(Rule):
 
     def _between_ranks(self, run: Run) -> Iterable[Finding]:
         # The rank with the largest error shows what off_weights looks for, so that all ranks of its row were kept.
-        table = source_of_ranks(run, look_for_weights(self._limits()))
+        table = source_of_ranks(run, look_for_weights(limits_of(self)))
         if table is None:
             return
         query = (

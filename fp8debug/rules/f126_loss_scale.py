@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Look, look
-from fp8debug.rules.reading.loss_scales import has_gradients, late_unscaling
+from fp8debug.rules.reading.loss_scales import UnscalingLimits, has_gradients, late_unscaling
 from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
 
@@ -58,8 +58,9 @@ class LossScaleLoop(Rule):
         - max_zero_rate 0.2: share of zeros in a grad_output on the grid of FP16's subnormals. No published basis.
         - min_modules 0.5: share of the modules that show it.
         - min_growths 2: of unscaled-late, steps at which the scale grows; max_deviation 0.25: of the shortfall from the growth,
-          as a share, both as log2; min_noises 6: of the shortfall, in standard errors of the norm's own variation. The shortfall
-          follows from the fault (rules/reading/loss_scales.py); no published basis for the limits.
+          as a share, both as log2; min_noises 6: of the shortfall, in standard errors of the norm's own variation;
+          max_growth_error 0.1: of a growth from a power of two, as log2, since a multiple that is known from samples is
+          inexact. The shortfall follows from the fault (rules/reading/loss_scales.py); no published basis for the limits.
         - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588.
     """
 
@@ -78,6 +79,7 @@ class LossScaleLoop(Rule):
     min_growths: int = 2
     max_deviation: float = 0.25
     min_noises: float = 6.0
+    max_growth_error: float = 0.1
 
     def needs(self, run: Run) -> str | None:
         """Return why not: no loss scale was recorded, and no optimizer step."""
@@ -109,7 +111,13 @@ class LossScaleLoop(Rule):
         yield from self._late(run)
 
     def _late(self, run: Run) -> Iterable[Finding]:
-        late = late_unscaling(run, min_growths=self.min_growths, max_deviation=self.max_deviation, min_noises=self.min_noises)
+        limits = UnscalingLimits(
+            min_growths=self.min_growths,
+            max_deviation=self.max_deviation,
+            min_noises=self.min_noises,
+            max_growth_error=self.max_growth_error,
+        )
+        late = late_unscaling(run, limits)
         if late is not None:
             message = (
                 f"{late.what} is {late.factor:.2f} times that of the steps before and after at {len(late.steps)} steps at which"

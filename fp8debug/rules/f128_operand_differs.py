@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 #: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
 _HIGHEST_FLOOR_DB = 24.61
-#: Cosine of data and tensor below which no positive scale explains them: values that all clip keep E|x| over the RMS, 0.8 of
-#: Gaussian data and 0.3 where a tenth of the elements has all of the energy.
-_UNRELATED = 0.1
 #: Half the distance of a format's two largest values: what rounding to nearest changes an element by, times scale_inv.
 _HALF_STEPS = {name: 2.0 ** (f.emax - f.mantissa_bits - 1) for name, f in FORMATS.items() if f.bits == 8 and not f.scale_only}
 #: Headroom below which a cast leaves nothing: half the smallest value of its format over the largest.
@@ -102,6 +99,9 @@ class OperandDiffers(Rule):
         - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
           of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
+        - max_unrelated 0.1: cosine of data and tensor below which no positive scale explains values beyond it, as the message
+          says: values that all clip keep E|x| over the RMS, 0.8 of Gaussian data and 0.3 where a tenth of the elements has
+          all of the energy (closed form).
         - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
     """
 
@@ -124,6 +124,7 @@ class OperandDiffers(Rule):
     early_steps: int = 4
     max_unmeasured_headroom: float = 8.0
     max_amax_floor: float = 1e-12
+    max_unrelated: float = 0.1
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -271,7 +272,7 @@ class OperandDiffers(Rule):
         message = (
             f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']}"
             f" ({len(trace.rows)} of {since} sampled steps), where {bound}:"
-            f" {candidates(row, _flushing_headroom(trace), largest)}"
+            f" {candidates(row, self.max_unrelated, _flushing_headroom(trace), largest)}"
         )
         return trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
 
@@ -292,13 +293,13 @@ def _flushing_headroom(trace: Trace) -> float:
     return _FLUSHING[trace.cast.format] if trace.cast is not None else 0.0
 
 
-def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float) -> str | None:
+def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float, max_unrelated: float) -> str | None:
     """Return what values beyond the scale say, by the direction of the data; None where there are none."""
     if over <= 0.01 and headroom <= 1.25:
         return None
     beyond = f"values lie {times(headroom)} times beyond what the scale holds"
     cosine = row["cosine"] or 0.0
-    if headroom > 1.25 and cosine < _UNRELATED:
+    if headroom > 1.25 and cosine < max_unrelated:
         return (
             f"{beyond}, and the data have another direction than the tensor, which no scale gives them (cosine {cosine:.2g}):"
             " data and scale are another tensor's (a buffer that was overwritten, a wrong pointer)"
@@ -306,11 +307,12 @@ def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float) -> str 
     return f"{beyond}, so that the scale is not the one of the data"
 
 
-def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: float = 0.0) -> str:
+def candidates(row: dict[str, Any], max_unrelated: float, flushing_headroom: float = 0.0, largest: float = 0.0) -> str:
     """Return the causes that the statistics of an operand leave, with the numbers that speak for them.
 
     Args:
         row: of ``sites``.
+        max_unrelated: cosine below which no positive scale explains values beyond it.
         flushing_headroom: headroom below which its cast leaves no value.
         largest: largest value of its format; 0 where that is not known.
     """
@@ -335,7 +337,7 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0, largest: flo
         )
     if (other := _of_another(row)) is not None:
         return other
-    if (beyond := _beyond_its_scale(row, over, headroom)) is not None:
+    if (beyond := _beyond_its_scale(row, over, headroom, max_unrelated)) is not None:
         return beyond
     if flushed > 0.01 and 0.5 * flushed < (row["nmse"] or 0.0) < 3 * flushed:
         return (

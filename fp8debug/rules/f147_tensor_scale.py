@@ -35,6 +35,9 @@ class StaleTensorScale(ScaleRange):
           numerics.md, 2. Under a Hadamard transform 1.5, as rounding to a subnormal scale can do (closed form): the amax there
           is that before the transform, and does not tell which block lacks it.
         - margin_db 0.1: how far below the closed-form bound of its cast an operand with zero scales must lie (F128).
+        - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
+          which on the scales are cut off and none is another block's: 1 in closed form, but that scales are
+          rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
         - min_elements 256: elements. No published basis.
         - Asked for in TransformerEngine #2801.
     """

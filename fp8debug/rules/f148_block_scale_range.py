@@ -30,6 +30,9 @@ class BlockScaleRange(ScaleRange):
         - min_headroom 1.25: amax over what the scales hold; rounding alone gives 1.0625, and to a subnormal scale 1.5, which
           counts under a Hadamard transform (F147); numerics.md, 2.
         - margin_db 0.1: how far below the closed-form bound of its cast an operand with zero scales must lie (F128).
+        - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
+          which on the scales are cut off and none is another block's: 1 in closed form, but that scales are
+          rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
         - min_elements 256: elements. No published basis.
     """
 

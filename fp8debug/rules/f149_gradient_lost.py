@@ -310,7 +310,8 @@ class GradientLost(Rule):
         """Return the findings of weights that need a gradient, whose backward pass has no wgrad, and that never move."""
         query = (
             "SELECT module, step, num_moved FROM updates WHERE num_grad IS NULL AND coalesce(lr, 1) > 0 AND module IN"
-            f" (SELECT module FROM events WHERE kind = 'skipped' AND message LIKE '%{_NO_WGRAD}%') ORDER BY step, module"
+            f" (SELECT module FROM events WHERE kind = 'skipped' AND message LIKE '%{_NO_WGRAD}%')"
+            " AND module NOT IN (SELECT module FROM raw WHERE gemm = 'wgrad' AND actual AND numel > 0) ORDER BY step, module"
         )
         rows: dict[str, list[dict[str, Any]]] = {}
         for row in run.sql(query).to_pylist():

@@ -173,7 +173,7 @@ class WeightsNotRestored(Rule):
         later = [pace for step, pace in paces if step > after]
         if len(earlier) < self.min_history - 1:
             return None
-        return max([*earlier, *([median(later)] if later else [])])
+        return float(max([*earlier, *([median(later)] if later else [])]))
 
     def _finding(
         self, run: Run, after: Mapping[str, Any], name: str, severity: Severity, message: str,

@@ -25,7 +25,6 @@ from tests.bench.situations import (
     SITUATIONS,
     Situation,
     fresh,
-    further,
     known,
     later,
     latest,
@@ -33,6 +32,7 @@ from tests.bench.situations import (
     outcome,
     recent,
     reported,
+    tried,
 )
 from tests.bench.situations.stack import diagnosis
 
@@ -44,7 +44,7 @@ SETS = {
     "newest": newest,
     "recent": recent,
     "reported": reported,
-    "further": further,
+    "tried": tried,
 }
 
 

@@ -13,7 +13,6 @@ from tests.bench.situations import (
     SITUATIONS,
     Expected,
     fresh,
-    further,
     known,
     later,
     latest,
@@ -21,6 +20,7 @@ from tests.bench.situations import (
     outcome,
     recent,
     reported,
+    tried,
 )
 from tests.scaled_mm import skipped_without_scaled_mm
 from tests.synthetic import build
@@ -59,7 +59,7 @@ def test_what_is_right_is_not_everything(tmp_path: Path) -> None:
 
 def test_the_page_has_the_score_of_every_report() -> None:
     modules = {known.__name__, fresh.__name__, later.__name__, latest.__name__, newest.__name__, recent.__name__}
-    modules |= {reported.__name__, further.__name__}
+    modules |= {reported.__name__, tried.__name__}
     assert {one.record.__module__ for one in SITUATIONS} == modules
     text = (ROOT / "docs" / "triage.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[?([\w./-]+#\d+)[^|]*\| [^|]+ \| ([\w ]+) \| ([\w ]+) \|$", text, re.MULTILINE)

@@ -305,3 +305,43 @@ def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: 
     doubled = {"sum_given2": 5.0, "sum_given_passes": 3.0, "sum_given_since": 3.0, "sum_given_last": 1.0, "sum_given_first": 2.0}
     (finding,) = triage(build(tmp_path / "run", updates=sick.given(sick.CULPRIT, **doubled)))
     assert (finding.code, finding.name, finding.module, finding.value) == ("F149", "gradient-weighted", sick.CULPRIT, 2.0)
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(1.0, True), (3e-4, False)])
+def test_a_gradient_on_top_of_something_far_larger_counts_at_one_step(tmp_path: Path, size: float, is_named: bool) -> None:
+    """A buffer that gradients share with weights may hold them once; an older gradient of ordinary size does not count once."""
+    num = 8192
+
+    def updates(step: int, module: str) -> dict[str, Any]:
+        own = {**sick.given()(step, module), "sum_grad2": num * 1e-8, "sum_before2": 0.0}
+        return {**own, "sum_grad2": num * size**2, "sum_before2": 2.0} if (step, module) == (40, sick.CULPRIT) else own
+
+    found = [(f.code, f.name, f.module) for f in triage(build(tmp_path / "run", updates=updates))]
+    assert found == ([("F149", "gradient-kept", sick.CULPRIT)] if is_named else [])
+
+
+@pytest.mark.parametrize(("moved", "told", "is_named"), [(0, True, True), (5, True, False), (0, False, False)])
+def test_a_weight_whose_backward_pass_has_no_wgrad(tmp_path: Path, moved: int, told: bool, is_named: bool) -> None:
+    """A frozen weight has none either, and the recorder says nothing of it."""
+    none = {"num_grad": None, "num_moved": moved, "sum_grad2": None, "sum_update2": 0.0, "num_intended": None, "num_lost": None,
+            "sum_intended2": None, "sum_intended_update": None}  # fmt: skip
+    text = f"{sick.CULPRIT} is not recorded in full: no wgrad was observed in its backward pass"
+    findings = triage(
+        build(
+            tmp_path / "run", events=[(0, "skipped", sick.CULPRIT, text)] if told else [],
+            overrides=[Override(module=sick.CULPRIT, gemm="wgrad", slots={"numel": 0})],
+            updates=lambda step, module: none if module == sick.CULPRIT else {},
+        )
+    )  # fmt: skip
+    named = [(f.code, f.module, f.severity) for f in findings if f.name == "gradient-never-computed"]
+    assert named == ([("F149", sick.CULPRIT, Severity.WARNING)] if is_named else [])
+
+
+def test_weights_that_a_reload_took_from_fp8_values(tmp_path: Path) -> None:
+    slots = {"sum_err2": 0.0, "sum_xy": lambda row: row["sum_x2"], "sum_y2": lambda row: row["sum_x2"]}
+    exact = Override(module=sick.CULPRIT, tensor="weight", reference="operand", steps=(40, 50), slots=slots)
+    (finding,) = (f for f in triage(build(tmp_path / "run", events=sick.RESUME, overrides=[exact])) if f.code == "F150")
+    assert (finding.name, finding.module, finding.severity) == ("weights-rounded", sick.CULPRIT, Severity.WARNING)
+    always = Override(**{**exact.__dict__, "steps": (None, None)})
+    found = [f.name for f in triage(build(tmp_path / "always", events=sick.RESUME, overrides=[always]))]
+    assert "weights-rounded" not in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,22 @@ def test_scales_that_are_too_small_for_some_rows_of_a_weight_are_named(tmp_path:
     (finding,) = triage(build(tmp_path / "run", overrides=overrides))
     assert (finding.code, finding.module, finding.tensor) == ("F113", CULPRIT, "weight")
     assert "greatest value in place of the magnitude" in finding.message
+
+
+@pytest.mark.parametrize(("headroom", "code"), [(128.0, "F120"), (131.0, "F119")])
+def test_codes_of_e5m2_that_are_read_as_e4m3(tmp_path: Path, headroom: float, code: str) -> None:
+    """The scales of all blocks are made for 57344, 128 times the largest value of E4M3."""
+    gain, cosine = 0.0077, 0.97
+    nmse = (1 - gain) ** 2 + gain**2 * (1 / cosine**2 - 1)
+    slots = {
+        "gain": gain, "sqnr_db": -10 * math.log10(nmse), "headroom": headroom, "scale_inv_max": lambda row: row["amax"] / 57344,
+        "scale_inv_min": lambda row: row["amax"] / 57344 / 4,
+    }  # fmt: skip
+    misread = Override(module="blocks.1.mlp.up", gemm="dgrad", tensor="grad_output", reference="operand", slots=slots)
+    (finding,) = triage(build(tmp_path / "run", overrides=[misread]))
+    assert finding.code == code
+    if code == "F120":
+        assert (finding.name, finding.cure) == (
+            "read-as-another-format",
+            "tell the GEMM that the operand is e5m2, or cast it to e4m3fn",
+        )

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _OFFSETS = (0, -1)
 #: Median absolute deviation of a normal variable over its standard deviation.
 _MAD = 0.6745
-#: Of a growth from a power of two, as log2: a multiple that is known from samples is that inexact.
-_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +40,29 @@ class LateUnscaling:
     what: str
 
 
-def late_unscaling(run: Run, *, min_growths: int, max_deviation: float, min_noises: float) -> LateUnscaling | None:
+@dataclass(frozen=True, kw_only=True)
+class UnscalingLimits:
+    """Thresholds of ``late_unscaling``.
+
+    Attributes:
+        min_growths: steps at which the scale grows, with their neighbours known.
+        max_deviation: of the mean shortfall from that growth, a share of it (both as log2).
+        min_noises: of the mean shortfall, in standard errors of the norm's own variation.
+        max_growth_error: of a growth from a power of two, as log2: a multiple that is known from samples is that inexact.
+    """
+
+    min_growths: int
+    max_deviation: float
+    min_noises: float
+    max_growth_error: float
+
+
+def late_unscaling(run: Run, limits: UnscalingLimits) -> LateUnscaling | None:
     """Return the gradients that are divided by a loss scale that has just grown; None where nothing shows it.
 
     Args:
         run: the run.
-        min_growths: steps at which the scale grows, with their neighbours known.
-        max_deviation: of the mean shortfall from that growth, a share of it (both as log2).
-        min_noises: of the mean shortfall, in standard errors of the norm's own variation.
+        limits: thresholds.
     """
     noted = run.sql("SELECT step, loss_scale, grad_norm FROM steps ORDER BY step").to_pylist()
     scales = {row["step"]: row["loss_scale"] for row in noted if _is_positive(row["loss_scale"])}
@@ -57,7 +70,7 @@ def late_unscaling(run: Run, *, min_growths: int, max_deviation: float, min_nois
     given, multiples = _optimizers_gradients(run)
     series = [(scales, norms, "the gradient norm"), (scales or multiples, given, "the gradient that the optimizer gets")]
     for scale, norm, what in series:
-        found = _shortfall(scale, norm, min_growths, max_deviation, min_noises)
+        found = _shortfall(scale, norm, limits)
         if found is not None:
             steps, growth, factor = found
             return LateUnscaling(steps=steps, growth=growth, factor=factor, what=what)
@@ -106,7 +119,7 @@ def _optimizers_gradients(run: Run) -> tuple[dict[int, float], dict[int, float]]
 
 
 def _shortfall(
-    scales: Mapping[int, float], norms: Mapping[int, float], min_growths: int, max_deviation: float, min_noises: float
+    scales: Mapping[int, float], norms: Mapping[int, float], limits: UnscalingLimits
 ) -> tuple[tuple[int, ...], float, float] | None:
     """Return steps, growth and factor of the gradients that are short by the growth of the scale."""
     dips = {
@@ -117,26 +130,28 @@ def _shortfall(
     growths = {
         step: math.log2(scale / scales[step - 1])
         for step, scale in scales.items()
-        if step - 1 in scales and _is_growth(scale / scales[step - 1]) and not _is_growth(scales.get(step + 1, scale) / scale)
+        if step - 1 in scales
+        and _is_growth(scale / scales[step - 1], limits.max_growth_error)
+        and not _is_growth(scales.get(step + 1, scale) / scale, limits.max_growth_error)
     }
     for offset in _OFFSETS:
         shown = [step for step in growths if step + offset in dips]
         near = {step + offset + by for step in growths for by in (-1, 0, 1)}
         others = [dip for step, dip in dips.items() if step not in near]
-        if len(shown) < min_growths or len(others) < min_growths:
+        if min(len(shown), len(others)) < limits.min_growths:
             continue
         short = [dips[step + offset] for step in shown]
         mean, growth = _mean(short), _mean([growths[step] for step in shown])
         noise = max(median(abs(dip) for dip in others) / _MAD, median(abs(dip - mean) for dip in short) / _MAD)
-        if abs(mean + growth) <= max_deviation * growth and -mean > min_noises * noise / math.sqrt(len(shown)):
+        if abs(mean + growth) <= limits.max_deviation * growth and -mean > limits.min_noises * noise / math.sqrt(len(shown)):
             return tuple(sorted(step + offset for step in shown)), 2**growth, 2**mean
     return None
 
 
-def _is_growth(ratio: float) -> bool:
+def _is_growth(ratio: float, max_error: float) -> bool:
     """Return whether a scale grows by a power of two, as scalers do; clipping gives other multiples."""
     power = math.log2(ratio)
-    return round(power) >= 1 and abs(power - round(power)) < _TOLERANCE
+    return round(power) >= 1 and abs(power - round(power)) < max_error
 
 
 def _is_positive(value: float | None) -> bool:

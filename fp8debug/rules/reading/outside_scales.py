@@ -14,8 +14,9 @@ from fp8debug.rules.reading.traces import RUNNING, Trace
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Gain of codes over their tensor beyond which a scale_inv of 1 is not the tensor's own, and its inverse.
-_OWN = 2.0
+#: Gain of codes over their tensor (or its inverse) beyond which a scale_inv of 1 is not the tensor's own: codes that fill a
+#: format's range within a binade are at most twice their tensor. Threshold of F113.
+MAX_UNIT_GAIN = 2.0
 
 
 def otherwise_scaled(run: Run, trace: Trace) -> str | None:
@@ -37,12 +38,21 @@ def otherwise_scaled(run: Run, trace: Trace) -> str | None:
     return None
 
 
-def applied_outside(run: Run) -> list[dict[str, Any]]:
-    """Return the operands of the first sampled step whose scale, if it is applied at all, is applied outside the GEMM."""
+def applied_outside(run: Run, max_unit_gain: float = MAX_UNIT_GAIN) -> list[dict[str, Any]]:
+    """Return the operands of the first sampled step whose scale, if it is applied at all, is applied outside the GEMM.
+
+    Args:
+        run: the run.
+        max_unit_gain: gain of codes over their tensor beyond which a scale_inv of 1 is not the tensor's own, and its inverse.
+    """
     if not run.has("scale_inv_min") or not run.has("sum_xy"):
         return []
     step = min(run.sampled_steps, default=0)
-    return [row for row in _scales(run, step) if not _has_scale(row) and not 1 / _OWN <= abs(row["gain"] or 1.0) <= _OWN]
+    return [
+        row
+        for row in _scales(run, step)
+        if not _has_scale(row) and not 1 / max_unit_gain <= abs(row["gain"] or 1.0) <= max_unit_gain
+    ]
 
 
 def _scales(run: Run, step: int) -> list[dict[str, Any]]:

@@ -19,19 +19,28 @@ _MAX_SQL = (
     "CASE " + " ".join(f"WHEN cast_name LIKE '{f.name} %' THEN {f.max}" for f in FORMATS.values() if not f.scale_only) + " END"
 )
 #: Share of what the largest scale lacks that must be the largest value's own: 1, but that a Hadamard transform moves the amax.
-_OWN, _OWN_TRANSFORMED = 0.86, 0.6
+MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED = 0.86, 0.6
 #: What rounding makes a scale too small by: to a normal value 17/16, to a subnormal one, below 1.5 of the smallest, 1.5. The
 #: largest scale of a tensor is normal; under a Hadamard transform ``amax`` does not tell whether it is the largest that lacks.
 _ROUNDED, _ROUNDED_SUBNORMAL = 17 / 16, 1.5
-#: SQL: the largest value lies as far beyond the largest scale as any value beyond its own: the scales end there, and no block
-#: has another's.
-ARE_CUT_OFF = (
-    f"({SCALES_ARE_ROUNDED}"
-    f" AND headroom > (CASE WHEN cast_name LIKE '% hadamard=%' THEN {_ROUNDED_SUBNORMAL} ELSE {_ROUNDED} END)"
-    f" AND amax >= (CASE WHEN cast_name LIKE '% hadamard=%' THEN {_OWN_TRANSFORMED} ELSE {_OWN} END)"
-    f" * headroom * scale_inv_max * ({_MAX_SQL}))"
-)
 _COLUMNS = ("headroom", "overflow_rate", "sqnr_db", "eps_block_rate", "num_eps_blocks", "scale_inv_max", "amax")
+
+
+def are_cut_off(min_own_share: float, min_own_share_transformed: float) -> str:
+    """Return the SQL predicate that the largest value lies as far beyond the largest scale as any value beyond its own.
+
+    The scales end there, and no block has another's.
+
+    Args:
+        min_own_share: of what the largest scale lacks, the largest value's own.
+        min_own_share_transformed: the same under a Hadamard transform.
+    """
+    return (
+        f"({SCALES_ARE_ROUNDED}"
+        f" AND headroom > (CASE WHEN cast_name LIKE '% hadamard=%' THEN {_ROUNDED_SUBNORMAL} ELSE {_ROUNDED} END)"
+        f" AND amax >= (CASE WHEN cast_name LIKE '% hadamard=%' THEN {min_own_share_transformed} ELSE {min_own_share} END)"
+        f" * headroom * scale_inv_max * ({_MAX_SQL}))"
+    )
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class ScaleRange(Rule):
         min_headroom: amax over what the scale holds.
         margin_db: how far below the bound of its cast an operand with zero scales must lie.
         min_elements: in a small tensor a share has no meaning.
+        min_own_share: share of what the largest scale lacks that must be the largest value's own.
+        min_own_share_transformed: the same under a Hadamard transform, which moves the amax.
     """
 
     columns = ("headroom", "scale_inv_max", "amax")
@@ -58,13 +69,15 @@ class ScaleRange(Rule):
     min_headroom: float = 1.25
     margin_db: float = 0.1
     min_elements: int = 256
+    min_own_share: float = MIN_OWN_SHARE
+    min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
 
     @property
     def _saturated(self) -> Look:
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys(f"{SCALES_ARE_ROUNDED} AND {self.keys}"),
-            f"numel >= {self.min_elements} AND {ARE_CUT_OFF}",
+            f"numel >= {self.min_elements} AND {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
         ]
         return look(conditions, _COLUMNS)
 

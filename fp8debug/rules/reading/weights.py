@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
@@ -12,47 +12,23 @@ from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace, scaled_els
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: SQNR of E5M2 on Gaussian data (numerics.md, 4) and how far a steady one may lie from it: such a weight is F120's.
-_E5M2_DB, _STEADY_DB = 25.55, 0.6
-#: Limits of SQNR and cosine under delayed scaling: weights that grow from zero clip for some steps [measured: 24.3 dB and
-#: 0.9989 at step 8 of a healthy run]; a weight 16 steps old has 21.7 dB and 0.9966 or less.
-_DELAYED_SQNR_DB, _DELAYED_COSINE = 23.5, 0.998
-#: An older weight a of its own, w = a + d with updates d across a: <w, a> = <a, a>, so that cosine / norm_ratio, the
-#: coefficient of w on a, is 1 (weight decay d to 1 - d), above 1 where the weight grew in its own direction. Under permuted
-#: scales a = r w keeps its length, norm_ratio is about 1 and the coefficient the cosine. Measured, a weight of up to 16 steps
-#: ago at learning rates of 0.002 and 0.01: 0.994 to 1.27 at cosines of 0.97 down to 0.64; permuted grids of blocks that differ by
-#: a binade: 0.66 and 0.83 at lengths of 1.04 and 1.005; the planted grid 0.26.
-_MIN_COEFFICIENT = 0.9
-#: Growth of a block's amax over growth of the weight's norm: 1.64 at most in the same runs. Beyond, single blocks have scales
-#: that were never theirs. No published basis.
-_MAX_BLOCK_GROWTH = 4.0
-#: SQL predicate: the values are those of an older weight, whose scales this one has outgrown.
-HAS_OUTGROWN = (
-    f"(norm_ratio < 1 AND cosine > {_MIN_COEFFICIENT} * norm_ratio AND headroom * norm_ratio < {_MAX_BLOCK_GROWTH}"
-    " AND coalesce(underflow_nonzero_rate, 0) < 0.05)"
-)
-
+#: SQNR of E5M2 on Gaussian data, closed form (numerics.md, 4).
+_E5M2_DB = 25.55
 #: SQL predicate: no element grew, and some clip: x.y >= y.y holds where every y lies between 0 and its x, and for no rows of
 #: another place, which are across x.
 HAS_SHRUNK = "(num_saturated > 0 AND norm_ratio < 1 AND sum_xy >= sum_y2)"
 
 
-#: An older weight a of its own, w = a + d with d across a, has (1 - gain) = nmse, values in other places half of that, and noise
-#: across w none, at a length beyond w's. Measured at 13 dB of noise: 0.02. Below 20 dB the rounding of FP8 (a gain of 1 +- 0.002)
-#: does not hide it. A weight that decays while its copy does not looks alike, so that it has to be so from the first step on.
-_MAX_NOISE_DB, _MAX_NOISE_SHARE = 20.0, 0.25
-#: Cosine from which on values are those of the weight, under wrong scales: a factor of up to 2 for each block leaves 0.95.
-_MIN_COSINE = 0.9
-#: Cosine below which values of the weight's size are another tensor's or lie in other places: of independent ones it is about
-#: 1 / sqrt(numel).
-_MAX_UNRELATED = 0.3
-#: Range of SQNR, in dB, of noise that is the same at all steps. No published basis.
-_STEADY_NOISE_DB = 2.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightLimits:
-    """Thresholds for a wrong weight, and for rows of two kinds; the rules' manual pages say where each comes from."""
+    """Thresholds for a wrong weight, and for rows of two kinds; the rules' manual pages say where each comes from.
+
+    An older weight a of its own, w = a + d with updates d across a: <w, a> = <a, a>, so that cosine / norm_ratio, the
+    coefficient of w on a, is 1 (weight decay d to 1 - d), above 1 where the weight grew in its own direction. Under permuted
+    scales a = r w keeps its length, norm_ratio is about 1 and the coefficient the cosine. Such an older weight has
+    (1 - gain) = nmse, values in other places half of that, and noise across w none, at a length beyond w's. A weight that decays
+    while its copy does not looks like noise, so that noise has to be so from the first step on.
+    """
 
     max_sqnr_db: float
     max_own_scale_sqnr_db: float
@@ -63,6 +39,16 @@ class WeightLimits:
     max_foreign_sqnr_db: float
     min_steps: int
     warmup: int
+    delayed_sqnr_db: float
+    delayed_cosine: float
+    min_coefficient: float
+    max_block_growth: float
+    max_noise_db: float
+    max_noise_share: float
+    max_noise_range_db: float
+    max_e5m2_error_db: float
+    min_own_cosine: float
+    max_unrelated: float
 
 
 LIMITS = WeightLimits(
@@ -75,7 +61,35 @@ LIMITS = WeightLimits(
     max_foreign_sqnr_db=15.0,
     min_steps=2,
     warmup=8,
+    delayed_sqnr_db=23.5,
+    delayed_cosine=0.998,
+    min_coefficient=0.9,
+    max_block_growth=4.0,
+    max_noise_db=20.0,
+    max_noise_share=0.25,
+    max_noise_range_db=2.0,
+    max_e5m2_error_db=0.6,
+    min_own_cosine=0.9,
+    max_unrelated=0.3,
 )
+
+
+def limits_of(rule: object) -> WeightLimits:
+    """Return the limits with those that a rule has as thresholds of the same names."""
+    return replace(LIMITS, **{f.name: getattr(rule, f.name) for f in fields(LIMITS) if hasattr(rule, f.name)})
+
+
+def has_outgrown(min_coefficient: float, max_block_growth: float) -> str:
+    """Return the SQL predicate that values are those of an older weight, whose scales this one has outgrown.
+
+    Args:
+        min_coefficient: of the weight on the older one.
+        max_block_growth: growth of a block's amax over growth of the weight's norm.
+    """
+    return (
+        f"(norm_ratio < 1 AND cosine > {min_coefficient} * norm_ratio AND headroom * norm_ratio < {max_block_growth}"
+        " AND coalesce(underflow_nonzero_rate, 0) < 0.05)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +112,7 @@ def look_for_weights(limits: WeightLimits) -> Look:
     # The last two are for the comparison between ranks.
     columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
     columns += ["gain", "nmse", "norm_ratio", "scale_inv_min", "scale_inv_max"]
-    columns += [f"{HAS_OUTGROWN} AS has_outgrown", f"{HAS_SHRUNK} AS has_shrunk"]
+    columns += [f"{has_outgrown(limits.min_coefficient, limits.max_block_growth)} AS has_outgrown", f"{HAS_SHRUNK} AS has_shrunk"]
     highest = Condition("sqnr_db", "<", max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))  # the deficit is never negative
     return look([highest, Keys("tensor = 'weight'"), _bad(limits)], columns)
 
@@ -109,7 +123,7 @@ def _bad(limits: WeightLimits) -> str:
     return (
         f"numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
-        f" AND (NOT {IS_DELAYED} OR {sqnr} < {_DELAYED_SQNR_DB} AND cosine < {_DELAYED_COSINE})"
+        f" AND (NOT {IS_DELAYED} OR {sqnr} < {limits.delayed_sqnr_db} AND cosine < {limits.delayed_cosine})"
         f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
     )
 
@@ -125,14 +139,17 @@ def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
     of_gemm = [whole.where(lambda row, site=whole: not is_elsewhere(site, row)) for whole in seen]  # type: ignore[misc]  # bound now
     off = [trace for trace in of_gemm if trace is not None]
     starts = _starts(run, off[0].start) if off else frozenset()
-    off = [t for t in off if not are_scales_of_others(t.rows[0], starts, limits.max_headroom)]
+    off = [t for t in off if not are_scales_of_others(t.rows[0], starts, limits.max_headroom, limits.min_own_cosine)]
     scales = {t.module for t in off if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows)}
     found = [
         trace
         for trace in off
-        if trace.module not in scales and _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
+        if trace.module not in scales
+        and _lasts(trace, limits)
+        and not _has_noise_of_e5m2(trace, limits)
+        and _is_of_weight(trace, limits)
     ]
-    found = [trace for trace in found if not _is_noise(trace, starts)]
+    found = [trace for trace in found if not _is_noise(trace, starts, limits)]
     wrong_in_fprop = {trace.module for trace in off if trace.gemm == "fprop"}
     reasons: dict[str, str] = {}
     for trace in found:
@@ -152,14 +169,14 @@ def _have_fprop(run: Run, modules: set[str]) -> set[str]:
     return modules & set(run.sql(query)["module"].to_pylist())
 
 
-def _is_noise(trace: Trace, starts: frozenset[int]) -> bool:
+def _is_noise(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> bool:
     """Return whether noise was added to the right values, as much at every step from the first on."""
     known = [float(row["sqnr_db"]) for row in trace.rows]
     return (
         trace.rows[0]["step"] in starts
-        and max(known) < _MAX_NOISE_DB
-        and max(known) - min(known) < _STEADY_NOISE_DB
-        and all(row["norm_ratio"] > 1 and abs(1 - row["gain"]) < _MAX_NOISE_SHARE * row["nmse"] for row in trace.rows)
+        and max(known) < limits.max_noise_db
+        and max(known) - min(known) < limits.max_noise_range_db
+        and all(row["norm_ratio"] > 1 and abs(1 - row["gain"]) < limits.max_noise_share * row["nmse"] for row in trace.rows)
     )
 
 
@@ -188,14 +205,14 @@ def starts_of(run: Run) -> frozenset[int]:
     return _starts(run, min(run.sampled_steps, default=0))
 
 
-def are_scales_of_others(row: dict[str, Any], starts: frozenset[int], max_headroom: float) -> bool:
+def are_scales_of_others(row: dict[str, Any], starts: frozenset[int], max_headroom: float, min_cosine: float) -> bool:
     """Return whether a weight at the start of a run has the right values under scales of other blocks.
 
     Nothing has grown yet, so that a block's values lie beyond its scale only if it is not the block's own; and values of
     another weight have no direction in common with this one's.
     """
     return bool(
-        row["step"] in starts and (row["headroom"] or 1) > max_headroom and row["cosine"] >= _MIN_COSINE and not row["has_shrunk"]
+        row["step"] in starts and (row["headroom"] or 1) > max_headroom and row["cosine"] >= min_cosine and not row["has_shrunk"]
     )
 
 
@@ -209,9 +226,11 @@ def _share_is_mixed(row: dict[str, Any], min_rows: float) -> bool:
     return bad is not None and min(bad, good) >= min_rows and bad + good >= 0.8
 
 
-def _has_noise_of_e5m2(trace: Trace) -> bool:
+def _has_noise_of_e5m2(trace: Trace, limits: WeightLimits) -> bool:
     """Return whether it is E5M2 that is measured: the same SQNR at every step under the tensor's own scale."""
-    return all(abs(row["sqnr_db"] - _E5M2_DB) < _STEADY_DB and (row["headroom"] or 1) <= 1.002 for row in trace.rows)
+    return all(
+        abs(row["sqnr_db"] - _E5M2_DB) < limits.max_e5m2_error_db and (row["headroom"] or 1) <= 1.002 for row in trace.rows
+    )
 
 
 def _starts(run: Run, first: int) -> frozenset[int]:
@@ -229,7 +248,7 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
         return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
     if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
         where = "it is so from the first step on, before any update could part them"
-        if 0.5 < row["norm_ratio"] < 1.5 and abs(row["cosine"]) < _MAX_UNRELATED:
+        if 0.5 < row["norm_ratio"] < 1.5 and abs(row["cosine"]) < limits.max_unrelated:
             where += (
                 f"; cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}: another weight's values (another expert's,"
                 " layer's or shard's), or its own in other places"
