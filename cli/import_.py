@@ -30,5 +30,7 @@ def te_stats(logs: str, output: str, recipe: str | None) -> None:
         warn(f"the log does not name the recipe: {done.recipe} is assumed; --recipe names another")
     if done.unused:
         warn(f"not used: {', '.join(done.unused[:8])}{' ...' if len(done.unused) > 8 else ''}")
+    if done.num_damaged:
+        warn(f"{done.num_damaged} line{'' if done.num_damaged == 1 else 's'} cannot be read: cut off, or without a number")
     numbers = f"{done.num_modules} modules, {done.num_steps} steps, {done.num_ranks} rank{'' if done.num_ranks == 1 else 's'}"
     echo(f"Wrote {done.path}: {numbers}; fp8debug triage {done.path} judges it", err=True)

@@ -74,12 +74,14 @@ class StatsLog:
         values: by step and site (module, GEMM, operand, recipe or ""): statistic -> value.
         modules: in order of first appearance.
         unused: what the log holds and no row does: tensor and statistic -> lines.
+        num_damaged: lines of a statistic that are cut off or hold no number.
     """
 
     rank: int
     values: dict[int, dict[Site, dict[str, float]]] = field(default_factory=dict)
     modules: dict[str, None] = field(default_factory=dict)
     unused: Counter[str] = field(default_factory=Counter)
+    num_damaged: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ class Imported:
         recipe: name of the recipe in force.
         is_assumed: whether the log does not say so.
         unused: statistics that no row holds.
+        num_damaged: lines of a statistic that are cut off or hold no number.
     """
 
     path: Path
@@ -103,6 +106,7 @@ class Imported:
     recipe: str
     is_assumed: bool
     unused: tuple[str, ...]
+    num_damaged: int
 
 
 def find_logs(path: str | Path) -> list[Path]:
@@ -165,6 +169,7 @@ def import_te_stats(logs: str | Path, run: str | Path, *, recipe: str | None = N
         recipe=running.name,
         is_assumed=is_assumed and wanted is None,
         unused=tuple(sorted(unused)),
+        num_damaged=sum(log.num_damaged for log in parsed),
     )
 
 
@@ -195,6 +200,7 @@ def _take(log: StatsLog, line: str) -> None:
     found = _LINE.fullmatch(line.rstrip("\n"))
     name = _NAME.fullmatch(found["name"]) if found else None
     if found is None or name is None:
+        log.num_damaged += found is None and "iteration=" in line
         return
     text = name["stat"]
     is_columnwise = text.endswith("_columnwise") or name["columnwise"] is not None
@@ -209,6 +215,7 @@ def _take(log: StatsLog, line: str) -> None:
     try:
         value = float(found["value"])
     except ValueError:
+        log.num_damaged += 1
         return
     log.modules[name["module"]] = None
     gemm, tensor = sites[is_columnwise]

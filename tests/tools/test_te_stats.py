@@ -216,6 +216,19 @@ def test_other_lines_of_a_job_are_passed_over(tmp_path: Path) -> None:
     assert rows[-1] == {"step": 2, "amax": 2.5}
 
 
+def test_damaged_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "job.log"
+    lines = [
+        "fc_weight_amax iteration=1 value=2.0",
+        "fc_weight_amax iteration=xx value=2.0",
+        "fc_weight_amax iteration=2 value=2,0",
+    ]
+    log.write_bytes("\n".join([*lines, "step 2 loss 2.0", "fc_weight_amax \t iteration=3", ""]).encode() + b"\xff\xfe iteration=")
+    assert import_te_stats(log, tmp_path / "run").num_damaged == 4
+    assert status(["import", "te-stats", str(log), "-o", str(tmp_path / "other")]) == 0
+    assert "4 lines cannot be read: cut off, or without a number" in capsys.readouterr().err
+
+
 NAN, INF = float("nan"), float("inf")
 #: Statistics of a healthy tensor of 4 at most, as LogFp8TensorStats and LogTensorStats log them.
 TENSOR = {
