@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 import click
 
@@ -23,8 +24,8 @@ class MultilineCell(str):
 
 
 def echo(message: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print text for people; on a terminal a line of stdout that is too long goes on below it, its numbers whole."""
-    text, width = plain(message), None if err else terminal_width()
+    """Print text for people; on a terminal a line that is too long goes on below it, its numbers whole."""
+    text, width = plain(message), terminal_width(err=err)
     if width is not None:
         text = "\n".join(part for line in text.split("\n") for part in _folded(line, width))
     if err:
@@ -65,15 +66,24 @@ def _folded(line: str, width: int) -> list[str]:
     return [first, *(indent + part for part in broken(rest, width - len(indent)))]
 
 
-def terminal_width() -> int | None:
-    """Return how many characters fit on a line of stdout; None for a file or a pipe, whose lines have no end."""
+def terminal_width(*, err: bool = False) -> int | None:
+    """Return how many characters fit on a line of stdout, or of stderr; None for a file or a pipe, whose lines have no end.
+
+    COLUMNS tells it of stdout whatever that is, of stderr where it is a terminal: logs keep their lines.
+    """
+    stream = sys.stderr if err else sys.stdout
     told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told) > 0:
+    if told.isdecimal() and int(told) > 0 and (not err or stream.isatty()):
         return int(told)
-    if not sys.stdout.isatty():
+    return _width_of(stream)
+
+
+def _width_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal that a stream writes to; None where it is none."""
+    if not stream.isatty():
         return None
     with suppress(OSError, ValueError):  # a stream of its own making has no file, and no terminal has no width
-        return os.get_terminal_size(sys.stdout.fileno()).columns or DEFAULT_WIDTH
+        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
     return DEFAULT_WIDTH
 
 

@@ -81,14 +81,15 @@ def command(
 
 
 def _follow(paths: Sequence[str], judge: Callable[[Run], Findings]) -> None:
-    """Print on stderr each finding at the step after which it is first made, until the run ends."""
+    """Print on stderr each finding at the sampled steps after which it is first made, until the run ends."""
     known: set[tuple[str | None, ...]] = set()
 
     def show(opened: Run, steps: list[int]) -> None:
         findings = judge(opened)
         new = [f for f in findings if (f.code, f.module, f.gemm, f.tensor) not in known]
         known.update((f.code, f.module, f.gemm, f.tensor) for f in new)
-        echo(f"step {steps[-1]}: {findings.verdict}" + (f", {len(new)} new" if new else ""), err=True)
+        named = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        echo(f"{named}: {findings.verdict}" + (f", {len(new)} new" if new else ""), err=True)
         for finding in new:
             site = " ".join(word for word in (finding.module, finding.gemm, finding.tensor) if word) or "the whole run"
             echo(f"  {finding.code} {finding.severity} {one_line(site)}: {one_line(finding.message)}", err=True)

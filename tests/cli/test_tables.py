@@ -109,15 +109,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _in_a_terminal(words: list[str], width: int, **environment: str) -> str:
-    """Return what a command prints on a terminal of that width."""
+def _in_a_terminal(words: list[str], width: int, *, with_stderr: bool = False, **environment: str) -> str:
+    """Return what a command prints on a terminal of that width, what it says on stderr if asked for."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     process = subprocess.Popen(
         [sys.executable, "-m", "fp8debug_cli.main", *words],
         stdout=theirs,
-        stderr=subprocess.DEVNULL,
+        stderr=theirs if with_stderr else subprocess.DEVNULL,
         env={**env, "TERM": "xterm", **environment},
     )
     os.close(theirs)
@@ -148,6 +148,16 @@ def test_show_on_a_terminal(runs: Path, width: int, environment: dict[str, str])
     )
     assert "(--wide)" in lines[-1] and not any(line.startswith("+") for line in wide) and "\x1b" not in "".join(wide[1:])
     assert max(map(len, wide[1:])) > 150, "all columns, whatever the terminal's width"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_of_stderr_go_on_below_on_a_terminal(runs: Path, width: int) -> None:
+    text = _in_a_terminal(["triage", str(runs / "run"), "--follow"], width, with_stderr=True)
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("steps 0 to 30: "), "all sampled steps that were judged at once"
+    assert any(line.startswith("  F") and "blocks.1.mlp.up" in line for line in lines)
+    assert any(line.startswith("skipped F") for line in lines)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
