@@ -109,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _in_a_terminal(words: list[str], width: int, *, with_stderr: bool = False, **environment: str) -> str:
+def _in_a_terminal(words: list[str], width: int, with_stderr: bool = False, /, **environment: str) -> str:
     """Return what a command prints on a terminal of that width, what it says on stderr if asked for."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
@@ -152,7 +152,7 @@ def test_show_on_a_terminal(runs: Path, width: int, environment: dict[str, str])
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_lines_of_stderr_go_on_below_on_a_terminal(runs: Path, width: int) -> None:
-    text = _in_a_terminal(["triage", str(runs / "run"), "--follow"], width, with_stderr=True)
+    text = _in_a_terminal(["triage", str(runs / "run"), "--follow"], width, True)
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("steps 0 to 30: "), "all sampled steps that were judged at once"
