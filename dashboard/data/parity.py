@@ -47,6 +47,7 @@ def read_report(run: Path) -> dict[str, Any]:
             for one in (unmatched if isinstance(unmatched, list) else ())
             if isinstance(one, Mapping)
         ],
+        "problems": [str(one) for one in problems] if isinstance(problems := told.get("problems"), list) else [],
     }
 
 

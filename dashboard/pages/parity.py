@@ -113,6 +113,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     metrics = metric_words(found["metrics"])
     lines += [note("; ".join(metrics))] if metrics else []
     lines += _alone(found["unmatched"])
+    lines += [note(f"Note: {one}.") for one in found["problems"][:20]]
     rows = [
         {
             **{key: plain_number(one[key]) for key in _NUMBERS},

@@ -14,8 +14,8 @@ from fp8debug.reports.github import COMMANDS, command_line
 from fp8debug.reports.page import MAX_CARDS, badge, bullets, document, manual_page
 from fp8debug.reports.sarif import LEVELS, SCHEMA, describe
 
-#: Modules that a page lists.
-MAX_ROWS = 2_000
+#: Modules that a page lists, and notes that are workflow commands.
+MAX_ROWS, MAX_NOTES = 2_000, 20
 
 
 def to_sarif(report: ParityReport) -> str:
@@ -26,7 +26,7 @@ def to_sarif(report: ParityReport) -> str:
         "automationDetails": {"id": f"fp8debug-parity/{report.train}/{report.rollout}"},
         "results": [_result(finding, places[finding.code]) for finding in report],
         "columnKind": "unicodeCodePoints",
-        "properties": {"verdict": report.verdict, "metrics": report.to_dict()["metrics"]},
+        "properties": {"verdict": report.verdict, "metrics": report.to_dict()["metrics"], "problems": report.problems},
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, allow_nan=False) + "\n"
 
@@ -58,6 +58,7 @@ def to_github(report: ParityReport) -> str:
         where = f" in {finding.module}" if finding.module else ""
         text = f"{finding.message}\ncure: {finding.cure}{also}"
         lines.append(command_line(COMMANDS[finding.severity], f"{finding.code} {finding.name}{where}", text))
+    lines += [command_line("notice", title, f"note: {problem}") for problem in report.problems[:MAX_NOTES]]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -71,7 +72,7 @@ def to_html(report: ParityReport) -> str:
         f"<section><h2>Findings</h2>{cards}</section>",
         _modules(report),
         f"<section class='panel'><details><summary>Modules of one path alone ({len(report.unmatched)})</summary>{unmatched}"
-        f"</details><details><summary>Not read ({len(report.problems)})</summary>{bullets(report.problems)}</details></section>"
+        f"</details><details><summary>Notes ({len(report.problems)})</summary>{bullets(report.problems)}</details></section>"
         f"<footer class='muted'>fp8debug {escape(__version__)}</footer>",
     ]
     return document(f"{report.train} and {report.rollout}: {report.verdict}", body)

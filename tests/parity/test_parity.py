@@ -313,6 +313,16 @@ def test_every_format_names_the_module(form: str, tmp_path: Path) -> None:
         assert form != "json" or told["findings"][0]["module"] == report[0].module
 
 
+@pytest.mark.parametrize("form", ["table", "json", "github", "sarif", "html"])
+def test_every_format_has_what_could_not_be_read(form: str, tmp_path: Path) -> None:
+    compared("gpt", "scale x2", 0, tmp_path)
+    file = sorted((tmp_path / "train").iterdir())[5]
+    file.write_bytes(file.read_bytes()[:6])
+    args = ["parity", str(tmp_path / "train"), str(tmp_path / "rollout"), "--format", form]
+    result = CliRunner().invoke(cli, args)
+    assert f"{file.name} cannot be read" in " ".join(result.output.split())
+
+
 def test_equal_paths_end_with_0_and_without_findings(tmp_path: Path) -> None:
     a, b = _both(tmp_path)
     result = CliRunner().invoke(cli, ["parity", str(a), str(b), "--format", "json"])

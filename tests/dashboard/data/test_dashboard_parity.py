@@ -69,6 +69,7 @@ def test_a_file_that_is_no_report_is_one_line(text: str, folder: Path) -> None:
 def test_modules_of_one_path_alone_are_listed_and_counted(folder: Path, tmp_path: Path) -> None:
     compared("gpt", "scale x2", 0, tmp_path / "dumps")
     report = compare_paths(tmp_path / "dumps" / "train", tmp_path / "dumps" / "rollout").to_dict()
+    report["problems"] = ["a.safetensors cannot be read: cut off"]
     report["unmatched"] = [{"module": f"mtp.{n}", "path": "training"} for n in range(5)] + [{"module": "k", "path": "rollout"}, 3]
     (folder / "train" / "parity.json").write_text(json.dumps(report))
     run_view, view = ServedFolder(folder).open("train"), View("parity", "train", {})
@@ -76,5 +77,6 @@ def test_modules_of_one_path_alone_are_listed_and_counted(folder: Path, tmp_path
     about, _, rows = parity.parts(view, run_view)
     assert "Not compared: 5 modules of the training that the rollout does not have (mtp.0, mtp.1, mtp.2 ...)." in words(about)
     assert "Not compared: 1 module of the rollout that the training does not have (k)." in words(about)
+    assert "Note: a.safetensors cannot be read: cut off." in words(about)
     alone = [(row["module"], row["rollout_module"]) for row in rows if row["cause"] == "not compared"]
     assert alone == [*((f"mtp.{n}", "") for n in range(5)), ("", "k")]
