@@ -22,11 +22,13 @@ from ..widgets import badge, card, code, control, graph, grid, note, poster
 from .base import Page
 
 _NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "comparator": BY_NUMBER, "width": 130}
+#: Names of modules differ at their end: model.layers.0.post_attention_layernorm is whole; a narrow table scrolls.
+_NAME: dict[str, Any] = {"width": 262, "minWidth": 262}
 COLUMNS: tuple[dict[str, Any], ...] = (
-    {"field": "place", "headerName": "#", "type": "rightAligned", "width": 70},
+    {"field": "place", "headerName": "#", "type": "rightAligned", "width": 64},
     {"field": "cause", "headerName": "Parts here", "width": 110},
-    {"field": "module", "headerName": "Training", "width": 240, "tooltipField": "module"},
-    {"field": "rollout_module", "headerName": "Rollout", "width": 240, "tooltipField": "rollout_module"},
+    {"field": "module", "headerName": "Training", **_NAME, "tooltipField": "module"},
+    {"field": "rollout_module", "headerName": "Rollout", **_NAME, "tooltipField": "rollout_module"},
     {"field": "input_nmse", "headerName": "Input", **_NUMBER},
     {"field": "output_nmse", "headerName": "Output", **_NUMBER},
     {"field": "weight_nmse", "headerName": "Weight", **_NUMBER},
