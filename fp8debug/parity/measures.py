@@ -52,6 +52,7 @@ class Measures:
         output: difference of the outputs.
         output_gain: sum(Y_t Y_r) / |Y_t|^2.
         output_rms: root of the mean square of the outputs, the larger of both.
+        output_varies: whether training's output has rows that differ.
         weight: difference of the weights.
         weight_gain: sum(W_t W_r) / |W_t|^2.
         weight_refit: what is left of ``weight`` with the best factor for each block.
@@ -84,6 +85,7 @@ class Measures:
     output: float | None = None
     output_gain: float | None = None
     output_rms: float | None = None
+    output_varies: bool = False
     weight: float | None = None
     weight_gain: float | None = None
     weight_refit: float | None = None
@@ -162,6 +164,7 @@ def measure_module(
         found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
         found["output_gain"] = _gain(sides[0].y, sides[1].y)
         found["output_rms"] = max((_rms(side.y) for side in sides if side.y is not None), default=None)
+        found["output_varies"] = sides[0].y is not None and bool((sides[0].y != sides[0].y[:1]).any())
         if found["input"] and sides[0].x is not None and sides[1].x is not None:
             found |= _casts(sides[0].x, sides[1].x)
         if all("indices" in m.tensors for m in modules):

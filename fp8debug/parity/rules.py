@@ -254,9 +254,10 @@ class KernelDiffers(PathRule):
         - max_attention 10: times as much through attention. Kernels that round scores and probabilities differ by 1.4e-5 in BF16
           (measured: Llama of 256 features, eager against SDPA); FP8 in attention makes 1e-3. Not where the GEMMs' error is below
           max_error_fp32 1e-10, as FP32's is, and TF32's is not.
-        - max_scores 20: mean square s^2 of the scores beyond which that limit grows with it: kernels that round scores to BF16
-          differ by s^2 / (3 * 2^18), a fourth of it. Beyond 5, max_growth through attention is 2 s^2. s is that of q and k of
-          directions by chance; --repeat measures a model's own. Where an attention before gave the same bits, max_same holds.
+        - max_scores 20: mean square s^2 of the scores beyond which that limit grows with it: kernels that round scores to BF16,
+          by E = 1 / (3 * 2^18) of a score's square, differ by E s^2, a fourth of it; by at most 16 E s where s is large, and at
+          most 8 sqrt(E). A difference d of q and of k makes as much with E = 2 d. s is that of q and k of directions by chance;
+          --repeat measures a model's own. Where an attention before gave the same bits, max_same holds.
         - max_noise 1e-3, min_jump 100: where no input was recorded, the largest difference of an output before the module, and
           how many times as large its own has to be, in power. No published basis.
     """

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 import fp8debug
 from fp8debug.errors import RunError, UsageError
 from fp8debug.parity import ParityReport, compare_paths, record_path
+from fp8debug.parity.compare import Limits
 from fp8debug.parity.dump import execution
+from fp8debug.parity.measures import nmse
 from fp8debug_cli.main import cli
 
 with warnings.catch_warnings():
@@ -183,11 +185,27 @@ def _scale_of_attention() -> tuple[Any, Any]:
     return train, rollout
 
 
+def _with_biases(size: float) -> Any:
+    model = model_of("Qwen2")  # whose biases make q and k large
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.bias.normal_(0, size)
+        layer.self_attn.k_proj.bias.normal_(0, size)
+    return model
+
+
 def _attention_behind_noise() -> tuple[Any, Any]:
     train: Any = fp8debug.convert(model_of(), "blockwise", overrides={"lm_head": None})
     rollout = copy.deepcopy(train)
     rollout.config._attn_implementation = "eager"
     rollout.model.layers[2].self_attn.scaling = 0.0
+    return train, rollout
+
+
+def _attention_of_large_scores() -> tuple[Any, Any]:
+    train = _with_biases(30.0)
+    rollout = copy.deepcopy(train)
+    rollout.config._attn_implementation = "eager"
+    rollout.model.layers[0].self_attn.scaling = 0.0
     return train, rollout
 
 
@@ -212,6 +230,7 @@ DIFFERENCES = [
     Difference(_experts_of_each_token, "F305", "model.layers.0.mlp.gate", "to 2 experts in training and to 1 in the rollout"),
     Difference(_scale_of_attention, "F306", "model.layers.2.self_attn", "and its q_proj, k_proj, v_proj agree"),
     Difference(_attention_behind_noise, "F306", "model.layers.2.self_attn", "its q_proj, k_proj, v_proj by 0.0"),
+    Difference(_attention_of_large_scores, "F306", "model.layers.0.self_attn", "and its q_proj, k_proj, v_proj agree"),
     Difference(_bias, "F301", "model.layers.0.self_attn.q_proj", "the rollout has no bias"),
 ]
 
@@ -293,10 +312,46 @@ def _large_scores_in_fp8() -> tuple[Any, Any]:
     return train, rollout
 
 
-@pytest.mark.parametrize("make", [_merged, _eager, _batched_experts, _wide, _large_scores, _large_scores_in_fp8])
+def _largest_scores() -> tuple[Any, Any]:
+    train = _with_biases(30.0)
+    rollout = copy.deepcopy(train)
+    rollout.config._attn_implementation = "eager"
+    return train, rollout
+
+
+@pytest.mark.parametrize("make", [_merged, _eager, _batched_experts, _wide, _large_scores, _large_scores_in_fp8, _largest_scores])
 def test_equal_paths_by_other_kernels_are_silent(make: Callable[[], tuple[Any, Any]], tmp_path: Path) -> None:
     report = compared(*make(), tmp_path)
     assert not report, [(f.code, f.module, f.message) for f in report]
+
+
+@pytest.mark.parametrize("name", ["o_proj", "v_proj"])
+def test_a_layer_of_zeros_does_not_tell_which_kernel_attention_has(name: str, tmp_path: Path) -> None:
+    train, rollout = _eager()
+    for model in (train, rollout):
+        getattr(model.model.layers[0].self_attn, name).weight.zero_()
+    report = compared(train, rollout, tmp_path)
+    assert not report, [(f.code, f.module, f.message) for f in report]
+
+
+@pytest.mark.parametrize("scores", [4.0, 32.0, 256.0, 4096.0])
+@pytest.mark.parametrize("difference", [0.0, 1e-5, 1e-3])
+def test_noise_of_attention_is_below_its_limit_and_a_dropped_mask_above(scores: float, difference: float) -> None:
+    torch.manual_seed(0)
+    q, k, v = ((torch.randn(4, 256, 64) * size**0.5).bfloat16() for size in (scores, scores, 1.0))
+
+    def attended(q: Tensor, k: Tensor, is_eager: bool = False, is_causal: bool = True) -> Any:
+        s = (q @ k.mT if is_eager else q.float() @ k.float().mT) / 8
+        s = s + torch.full((256, 256), float("-inf")).triu(1) if is_causal else s
+        return (s.softmax(-1, dtype=torch.float32).to(s.dtype) @ v.to(s.dtype)).float().numpy()
+
+    other = [(x.float() + torch.randn(x.shape) * (scores * difference) ** 0.5) for x in (q, k)]
+    noise = nmse(attended(q, k), attended(q, k, is_eager=True) if difference == 0 else attended(*other))
+    real = nmse(attended(q, k), attended(q, k, is_causal=False))
+    limits = Limits(1e-5, 1e-4).of_scores(scores**2)
+    limit = max(limits.attention, limits.passed_on("self_attn", difference))
+    assert noise is not None and real is not None
+    assert 1.5 * noise < limit < real / 1.5
 
 
 def test_rows_behind_other_tokens_are_not_compared(tmp_path: Path) -> None:
