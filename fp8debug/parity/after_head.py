@@ -25,7 +25,10 @@ MAX_TOKENS = 64
 _LEAST_CAP, _LARGEST_CAP, _STEPS = 1.0, 200.0, 200
 #: What a cap or a factor may leave of the square of the logits: 1 % of their size.
 _MAX_REST = 1e-4
+#: What rounding leaves; times as much nothing leaves as a cap or a factor (capping in BF16 rounds three times).
+_ROUNDING, _MIN_BETTER = 1e-6, 2.0
 _PATHS = ("training", "rollout")
+_SMALL = "by too little to tell a cap or a factor from rounding"
 _NOTHING, _OTHER = "takes the head's output", "makes other logits of the head's output, by no cap and no factor"
 
 
@@ -71,6 +74,7 @@ def judge_logits(
     if is_judged and (_OTHER in changes or changes == [_NOTHING, _NOTHING]):
         return findings  # of the head itself
     told = " and ".join(f"the {path} {text}" for path, text in zip(_PATHS, changes, strict=True))
+    told = _SMALL if changes == [_NOTHING, _NOTHING] else told
     text = f"the logits differ by {difference:.2g} of their square, beyond what differs before {head.module} gives them: {told}"
     cure = "give both paths one final_logit_softcapping, logits scale and temperature"
     where = {"module": head.module, "theirs": head.theirs, "tensor": "logits"}
@@ -122,14 +126,15 @@ def _changes(pair: tuple[Array, Array], has_own: list[bool], ours: PathDump, the
 
 
 def _change(x: Array, y: Array) -> str:
-    """Return the cap or factor by which one is the other."""
-    if _rest(x, y) <= _MAX_REST:
-        return _NOTHING
+    """Return the cap or factor by which one is the other; nothing where they explain no more than rounding."""
     factor = float((x * y).sum() / (x * x).sum())
     cap = min(np.geomspace(_LEAST_CAP, _LARGEST_CAP, _STEPS).tolist(), key=lambda c: _rest(c * np.tanh(x / c), y))
     cap = min((cap * np.linspace(0.97, 1.03, 61)).tolist(), key=lambda c: _rest(c * np.tanh(x / c), y))
     rests = {f"caps it at {cap:.3g}": _rest(cap * np.tanh(x / cap), y), f"multiplies it by {factor:.3g}": _rest(factor * x, y)}
     text, rest = min(rests.items(), key=lambda item: item[1])
+    same = _rest(x, y)
+    if same <= _MAX_REST and (same <= _MIN_BETTER * rest or same <= _ROUNDING):
+        return _NOTHING
     return text if rest <= _MAX_REST else _OTHER
 
 

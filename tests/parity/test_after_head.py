@@ -74,6 +74,17 @@ def test_logits_that_are_changed_after_the_head(tmp_path: Path, ours: Change | N
     assert says in finding.message
 
 
+def test_a_cap_that_changes_little_is_told_from_nothing_or_not_at_all(tmp_path: Path) -> None:
+    says = {5.0: "the rollout caps it at 5", 42.0: "by too little to tell a cap or a factor from rounding"}
+    for cap, text in says.items():
+        ours, theirs = model(None), model(capped(cap))
+        for one in (ours, theirs):
+            with torch.no_grad():
+                one.lm_head.weight.mul_(0.25)
+        (finding,) = compared(tmp_path / str(cap), ours, theirs)
+        assert text in finding.message and finding.message.count("takes the head's output") <= 1
+
+
 def test_equal_changes_are_none(tmp_path: Path) -> None:
     for number, change in enumerate((capped(5), lambda x: 0.5 * x, lambda x: x.float())):
         assert list(compared(tmp_path / str(number), model(change), model(change))) == []
