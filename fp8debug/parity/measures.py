@@ -24,6 +24,8 @@ from fp8debug.parity.names import ModuleOutput
 
 Array = np.ndarray[Any, Any]
 
+#: Tokens, at least, that tell an expert that all of them get from one that a few happen to get.
+MIN_TOKENS_OF_SHARED = 16
 #: Rows of each module that are compared, and elements of a weight that are held at once.
 MAX_ROWS, MAX_ELEMENTS = 256, 1 << 24
 #: Rows and columns of the blocks that scales of weights have.
@@ -168,7 +170,7 @@ def measure_module(
         if found["input"] and sides[0].x is not None and sides[1].x is not None:
             found |= _casts(sides[0].x, sides[1].x)
         if all("indices" in m.tensors for m in modules):
-            chosen = [m.rows("indices", picked[i]) for i, m in enumerate(modules)]
+            chosen = _without_shared([m.rows("indices", picked[i]) for i, m in enumerate(modules)])
             found["num_chosen"] = chosen[0].shape[-1], chosen[1].shape[-1]
             if chosen[0].shape[:-1] == chosen[1].shape[:-1]:
                 found["flips"] = float(np.mean([set(a) != set(b) for a, b in zip(*(c.tolist() for c in chosen), strict=True)]))
@@ -192,6 +194,21 @@ def measure_module(
         gains.append(g)
     found["error"], found["gain"] = tuple(errors), tuple(gains)
     return Measures(module=name, theirs=second.module, **found)
+
+
+def _without_shared(chosen: list[Array]) -> list[Array]:
+    """Return the experts of each token in both paths, less shared ones that one path alone counts among them.
+
+    Engines that compute shared experts with the routed ones give them the numbers behind, in every token's row.
+    """
+    narrow, wide = sorted(chosen, key=lambda indices: indices.shape[-1])
+    number = wide.shape[-1] - narrow.shape[-1]
+    if not number or min(len(narrow), len(wide)) < MIN_TOKENS_OF_SHARED or not narrow.size:
+        return chosen
+    ordered = np.sort(wide, axis=-1)
+    shared, routed = ordered[:, -number:], ordered[:, :-number]
+    is_shared = (shared == shared[:1]).all() and shared[0, 0] > max(routed.max(), narrow.max())
+    return [routed if indices is wide else indices for indices in chosen] if is_shared else chosen
 
 
 def is_of_one_expert(name: str) -> bool:

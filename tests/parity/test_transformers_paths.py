@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -352,6 +353,25 @@ def test_noise_of_attention_is_below_its_limit_and_a_dropped_mask_above(scores: 
     limit = max(limits.attention, limits.passed_on("self_attn", difference))
     assert noise is not None and real is not None
     assert 1.5 * noise < limit < real / 1.5
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_shared_expert_that_one_path_counts_is_no_other_routing(is_shared: bool, tmp_path: Path) -> None:
+    model = model_of("Qwen3Moe")
+    compared(model, model, tmp_path)
+    key = "model.layers.1.mlp.gate.indices"
+    for file in (tmp_path / "rollout").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors, header = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()
+        if key in tensors:
+            break
+    more = torch.full_like(tensors[key][:, :1], 8)
+    if not is_shared:
+        more[::3] = 9  # routed: not all tokens get the same
+    tensors[key] = torch.cat([tensors[key], more], 1)
+    save_file(tensors, file, header)
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert [f.code for f in report] == ([] if is_shared else ["F305"])
 
 
 def test_rows_behind_other_tokens_are_not_compared(tmp_path: Path) -> None:
