@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import SCALED_FOR_ANOTHER
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
@@ -219,6 +220,11 @@ class WrongScale(Rule):
 
         yield from self._unapplied(run)
         yield from self._unused_range(run)
+
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to scales that are made for another format, whose ratio says more than that they are too small."""
+        named = {(part.module, part.gemm, part.tensor) for f in others if f.name == SCALED_FOR_ANOTHER for part in f.sites}
+        return any((part.module, part.gemm, part.tensor) not in named for part in finding.sites)
 
     def _unused_range(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose largest value uses the same share of the format's range at every step."""

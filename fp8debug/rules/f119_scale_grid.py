@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import READ_AS_ANOTHER, cast_floor_db
+from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, cast_floor_db
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
 from fp8debug.rules.reading.traces import Trace, num_right, times, traces
@@ -182,7 +182,7 @@ class ScaleGrid(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to other signs, another format, and a weight that is another's or went stale before it outgrew its scales."""
-        misread = {(part.module, part.gemm, part.tensor) for f in others if f.name == READ_AS_ANOTHER for part in f.sites}
+        misread = {(part.module, part.gemm, part.tensor) for f in others if f.name in OF_ANOTHER_FORMAT for part in f.sites}
         if all((part.module, part.gemm, part.tensor) in misread for part in finding.sites):
             return False
         signs = {(part.module, part.tensor) for f in others if f.code == "F146" for part in f.sites}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import READ_AS_ANOTHER, one_scale_db
+from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, READ_AS_ANOTHER, SCALED_FOR_ANOTHER, one_scale_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, times, traces
 
@@ -49,7 +49,9 @@ class WrongFormat(Rule):
         range for which E5M2 gives up a mantissa bit is not needed.
         read-as-another-format: an operand far from its tensor whose largest value lies beyond its block's scale by the ratio of
         two formats' largest values, in the block with the largest scale as in the worst one: the codes and scales are those of
-        the wider format, and the GEMM reads them in the declared one.
+        the wider format, and the GEMM reads them in the declared one. scaled-for-another-format: the same where values are
+        clipped. The codes are the declared format's then, under scales made for the wider one: no finite value of E5M2 or
+        E4M3 has a code that is read as another format's largest value.
         MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
         formats of less than 8 bits are not judged here (F105, F128).
 
@@ -118,7 +120,7 @@ class WrongFormat(Rule):
             Keys("cast_name LIKE '% current%' AND (" + " OR ".join(f"cast_name LIKE '{name} %'" for name, _ in _WIDER) + ")"),
             f"sqnr_db < {self.max_misread_db} AND cosine > 0 AND numel >= {self.min_elements}",
         ]
-        return look(conditions, ["sqnr_db", "headroom", "amax", "scale_inv_max"])
+        return look(conditions, ["sqnr_db", "headroom", "amax", "scale_inv_max", "num_saturated"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that are declared E5M2, and those with its noise or its codes."""
@@ -143,7 +145,7 @@ class WrongFormat(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a weight that is not its own and to scales that are wrong: their error may pass through the band of E5M2's."""
-        if finding.name == READ_AS_ANOTHER:
+        if finding.name in OF_ANOTHER_FORMAT:
             return True
         stale: set[tuple[str | None, str | None]] = {
             (part.module, "weight") for f in others if f.code in ("F112", "F121") for part in f.sites
@@ -191,7 +193,7 @@ class WrongFormat(Rule):
                 yield from self._unneeded_range(trace)
 
     def _read_as_another(self, run: Run) -> Iterable[Finding]:
-        """Return the operands whose codes and scales are those of a wider format than the declared one."""
+        """Return the operands whose scales, and codes where none is clipped, are of a wider format than the declared one."""
         for whole in traces(run, self._misread):
             fmt = FORMATS[whole.cast_name.partition(" ")[0]]
             for (name, made), ratio in _WIDER.items():
@@ -201,13 +203,17 @@ class WrongFormat(Rule):
                 if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):
                     continue
                 row = trace.least("sqnr_db")
+                is_clipped = bool(row["num_saturated"])
+                reason = f"the cast to {name} clips them" if is_clipped else f"codes of {made} are read as {name}"
                 message = (
                     f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and its scales are made"
-                    f" for {made} (values {times(ratio)} times beyond what they hold in {name}): codes of {made} are read as"
-                    f" {name}"
+                    f" for {made} (values {times(ratio)} times beyond what they hold in {name}): {reason}"
                 )
                 found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=ratio)
-                yield replace(found, name=READ_AS_ANOTHER, cure=f"tell the GEMM that the operand is {made}, or cast it to {name}")
+                cure = f"tell the GEMM that the operand is {made}, or cast it to {name}"
+                if is_clipped:
+                    cure = f"divide the amax by the largest value of {name} ({fmt.max:g}), not by that of {made}"
+                yield replace(found, name=SCALED_FOR_ANOTHER if is_clipped else READ_AS_ANOTHER, cure=cure)
                 break
 
     def _has_ratio(self, row: Mapping[str, Any], largest: float, ratio: float) -> bool:

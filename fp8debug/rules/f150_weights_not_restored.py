@@ -16,11 +16,13 @@ from fp8debug.store.read.resumed import JoinedRun
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: SQL: size of each weight at each sampled step, of the tensor before its cast.
+_SIZES = {"mean": "sum_x / numel", "rms": "sqrt(sum_x2 / numel)", "amax": "amax"}
+#: SQL: size of each weight at each sampled step, of the tensor before its cast, and the error of the cast that ran. In high
+#: precision what-if casts alone have rows.
 _WEIGHTS = (
-    "(SELECT module, step, max(sum_x / numel) AS mean, max(sqrt(sum_x2 / numel)) AS rms, max(amax) AS amax,"
-    " max(sum_err2 / sum_x2) AS nmse FROM sites"
-    " WHERE actual AND reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight' AND numel > 0 AND sum_x2 > 0"
+    "(SELECT module, step, max(CASE WHEN actual THEN sum_err2 / sum_x2 END) AS nmse, "
+    + ", ".join(f"coalesce(max(CASE WHEN actual THEN {sql} END), max({sql})) AS {name}" for name, sql in _SIZES.items())
+    + " FROM sites WHERE reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight' AND numel > 0 AND sum_x2 > 0"
     " GROUP BY module, step)"
 )
 #: Relative difference of sums over one tensor that are added in another order: of FP64 sums, with a wide margin.
@@ -59,7 +61,10 @@ class WeightsNotRestored(Rule):
         (resume_from=STEP), or ignore F150 for this run.
 
     Thresholds
-        - older-weights: none; equal means a relative difference of 1e-9 at most, what FP64 sums lose in another order.
+        - older-weights: equal means a relative difference of 1e-9 at most, what FP64 sums lose in another order.
+        - min_moved 1e-6: of older-weights, difference of mean or RMS from the last weight before the resume, over the RMS. Sums
+          that move by d between sampled steps return to 1e-9 by chance with a probability of about (1e-9 / d)^2: weights in
+          BF16 of which few elements move do so at d of 1e-9, and at 1e-6 once in a million.
         - max_steps_worth 4: times what the steps in between can move the RMS. Closed form: the RMS of a sum of updates is at
           most the sum of their RMS. The RMS of one update is the largest that `updates` has of the weight; where no optimizer
           was recorded, the largest change a step between sampled steps before the resume, or the median one after it, or
@@ -79,6 +84,7 @@ class WeightsNotRestored(Rule):
     is_harmful = False
     needs_training = True
 
+    min_moved: float = 1e-6
     max_steps_worth: float = 4.0
     min_jump: float = 0.1
     min_exact_db: float = 100.0
@@ -96,7 +102,7 @@ class WeightsNotRestored(Rule):
             both = _around(run, start)
             other = {name: pair for name, pair in both.items() if not _is_same(*pair)}
             if other:
-                older = {name: step for name, step in _steps_of(run, start).items() if name in other}
+                older = {name: step for name, step in _steps_of(run, start).items() if self._has_left(other.get(name))}
                 first = min(run.sampled_steps)
                 is_partial = len(older) < len(other) or first in older.values()
                 for name, step in older.items():
@@ -105,6 +111,14 @@ class WeightsNotRestored(Rule):
                 rounded = {name: pair for name, pair in rest.items() if self._is_rounded(*pair)}
                 yield from (self._rounded(run, pair) for pair in rounded.values())
                 yield from self._jumps(run, resumes, {name: pair for name, pair in rest.items() if name not in rounded})
+
+    def _has_left(self, pair: tuple[Mapping[str, Any], Mapping[str, Any]] | None) -> bool:
+        """Return whether a weight is so far from its last one that it equals an older one by no chance."""
+        if pair is None:
+            return False
+        before, after = pair
+        limit = self.min_moved * float(after["rms"])
+        return max(abs(after["rms"] - before["rms"]), abs(after["mean"] - before["mean"])) > limit
 
     def _older(self, run: Run, pair: tuple[Mapping[str, Any], Mapping[str, Any]], step: int, severity: Severity) -> Finding:
         before, after = pair

@@ -345,3 +345,21 @@ def test_weights_that_a_reload_took_from_fp8_values(tmp_path: Path) -> None:
     always = Override(**{**exact.__dict__, "steps": (None, None)})
     found = [f.name for f in triage(build(tmp_path / "always", events=sick.RESUME, overrides=[always]))]
     assert "weights-rounded" not in found
+
+
+def test_weights_of_a_run_in_high_precision_are_compared_over_a_resume(tmp_path: Path) -> None:
+    """Only what-if casts have rows of its weights."""
+    back = [Override(**{**sick.sized(1, steps).__dict__, "actual": None}) for steps in ((0, 10), (40, 50))]
+    plan: dict[str, Any] = {"recipe": "bf16", "what_if": ["blockwise"], "events": sick.RESUME, "overrides": back}
+    found = [(f.name, f.module) for f in triage(build(tmp_path / "run", **plan)) if f.code == "F150"]
+    assert found == [("older-weights", sick.CULPRIT)]
+
+
+@pytest.mark.parametrize(("moved", "is_named"), [(3e-9, False), (1e-3, True)])
+def test_a_weight_that_barely_moves_returns_by_chance(tmp_path: Path, moved: float, is_named: bool) -> None:
+    """Few elements of a weight in BF16 move between sampled steps, so that its sums come near an older one's again."""
+    path = [sick.sized(1, (0, 30)), sick.sized(1 + moved, (30, 40)), sick.sized(1, (40, 50))]
+    amax = {"amax": 0.1, "sum_x": 0.5}
+    path = [Override(**{**one.__dict__, "slots": {**one.slots, **amax}}) for one in path]
+    found = [f.name for f in triage(build(tmp_path / "run", events=sick.RESUME, overrides=path)) if f.code == "F150"]
+    assert found == (["older-weights"] if is_named else [])

@@ -267,20 +267,38 @@ def test_scales_that_are_too_small_for_some_rows_of_a_weight_are_named(tmp_path:
     assert "greatest value in place of the magnitude" in finding.message
 
 
-@pytest.mark.parametrize(("headroom", "code"), [(128.0, "F120"), (131.0, "F119")])
-def test_codes_of_e5m2_that_are_read_as_e4m3(tmp_path: Path, headroom: float, code: str) -> None:
-    """The scales of all blocks are made for 57344, 128 times the largest value of E4M3."""
+@pytest.mark.parametrize(
+    ("headroom", "clipped", "name"),
+    [
+        (128.0, 0, "read-as-another-format"),
+        (128.0, 200_000, "scaled-for-another-format"),
+        (131.0, 0, "scale-grid"),
+        (131.0, 200_000, "scale-grid"),
+    ],
+)
+def test_scales_of_e5m2_under_codes_of_either_format(tmp_path: Path, headroom: float, clipped: int, name: str) -> None:
+    """The scales of all blocks are made for 57344, 128 times the largest value of E4M3: a cast to it clips under them."""
     gain, cosine = 0.0077, 0.97
     nmse = (1 - gain) ** 2 + gain**2 * (1 / cosine**2 - 1)
     slots = {
         "gain": gain, "sqnr_db": -10 * math.log10(nmse), "headroom": headroom, "scale_inv_max": lambda row: row["amax"] / 57344,
-        "scale_inv_min": lambda row: row["amax"] / 57344 / 4,
+        "scale_inv_min": lambda row: row["amax"] / 57344 / 4, "num_saturated": clipped,
     }  # fmt: skip
     misread = Override(module="blocks.1.mlp.up", gemm="dgrad", tensor="grad_output", reference="operand", slots=slots)
     (finding,) = triage(build(tmp_path / "run", overrides=[misread]))
-    assert finding.code == code
-    if code == "F120":
-        assert (finding.name, finding.cure) == (
-            "read-as-another-format",
-            "tell the GEMM that the operand is e5m2, or cast it to e4m3fn",
-        )
+    assert finding.name == name
+    cures = {
+        "read-as-another-format": "tell the GEMM that the operand is e5m2, or cast it to e4m3fn",
+        "scaled-for-another-format": "divide the amax by the largest value of e4m3fn (448), not by that of e5m2",
+    }
+    assert cures.get(name, finding.cure) == finding.cure
+
+
+def test_no_finite_code_of_a_wider_format_is_read_as_the_largest_value() -> None:
+    """F120 tells codes of another format from a clipped cast by it."""
+    torch = pytest.importorskip("torch")
+    codes = torch.arange(256, dtype=torch.uint8)
+    pairs = [("e5m2", "e4m3fn", 448), ("e5m2", "e4m3fnuz", 240), ("e4m3fn", "e4m3fnuz", 240)]
+    for made, read, largest in pairs:
+        is_finite = codes.view(getattr(torch, f"float8_{made}")).float().isfinite()
+        assert not (codes.view(getattr(torch, f"float8_{read}")).float().abs()[is_finite] == largest).any()

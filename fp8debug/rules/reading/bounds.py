@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ACCUMULATOR_BITS = 14
 
 
-#: Name of F120's finding of codes that are read in a format other than the one they were made in.
-READ_AS_ANOTHER = "read-as-another-format"
+#: Names of F120's findings of codes that are read in a format other than their own, and of scales that are made for another one.
+READ_AS_ANOTHER, SCALED_FOR_ANOTHER = OF_ANOTHER_FORMAT = ("read-as-another-format", "scaled-for-another-format")
 #: Elements under one scale per row or tensor.
 _ELEMENTS = 2**20
 #: Smallest scaled amax of a block over the format's max, by scale rounding; an E4M3 scale is at most 1/17 too large.
