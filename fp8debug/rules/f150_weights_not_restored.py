@@ -118,7 +118,7 @@ class WeightsNotRestored(Rule):
             return False
         before, after = pair
         limit = self.min_moved * float(after["rms"])
-        return max(abs(after["rms"] - before["rms"]), abs(after["mean"] - before["mean"])) > limit
+        return bool(max(abs(after["rms"] - before["rms"]), abs(after["mean"] - before["mean"])) > limit)
 
     def _older(self, run: Run, pair: tuple[Mapping[str, Any], Mapping[str, Any]], step: int, severity: Severity) -> Finding:
         before, after = pair
