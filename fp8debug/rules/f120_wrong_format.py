@@ -50,8 +50,9 @@ class WrongFormat(Rule):
         read-as-another-format: an operand far from its tensor whose largest value lies beyond its block's scale by the ratio of
         two formats' largest values, in the block with the largest scale as in the worst one: the codes and scales are those of
         the wider format, and the GEMM reads them in the declared one. scaled-for-another-format: the same where values are
-        clipped. The codes are the declared format's then, under scales made for the wider one: no finite value of E5M2 or
-        E4M3 has a code that is read as another format's largest value.
+        clipped, but for formats of one mantissa (448 and 240), which F113 tells. The codes are the declared format's then,
+        under scales made for the wider one: no finite value of E5M2 or E4M3 has a code that is read as another format's largest
+        value.
         MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
         formats of less than 8 bits are not judged here (F105, F128).
 
@@ -204,6 +205,8 @@ class WrongFormat(Rule):
                     continue
                 row = trace.least("sqnr_db")
                 is_clipped = bool(row["num_saturated"])
+                if is_clipped and FORMATS[made].mantissa_bits == fmt.mantissa_bits:
+                    continue  # a scale by another maximum of the same format, which F113 names
                 reason = f"the cast to {name} clips them" if is_clipped else f"codes of {made} are read as {name}"
                 message = (
                     f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and its scales are made"
