@@ -31,6 +31,7 @@ GRAPH_CONFIG: Any = {
     "showSendToCloud": False,
     "showEditInChartStudio": False,
     "showLink": False,
+    "showTips": False,  # "Double-click to zoom back out" lies over the corner of the page; the plot has a button for it
     "sendData": False,
     "plotlyServerURL": "",
     "topojsonURL": "",

@@ -220,7 +220,7 @@
     };
     // A plot that comes without options of its own uploads nothing either.
     library.setPlotConfig({ displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, showLink: false,
-      sendData: false, plotlyServerURL: "", topojsonURL: "" });
+      showTips: false, sendData: false, plotlyServerURL: "", topojsonURL: "" });
     const react = library.react, waiting = new Map();
     // dcc.Graph takes what is drawn for what it was given, and may have it drawn again: all of it, or, once something has been
     // zoomed or moved, its axes and legend with the lines of the figure before. What the server sends has lines of its own.

@@ -166,7 +166,7 @@ def _marks(marks: Sequence[Mark], row_of: Mapping[str, str]) -> tuple[Mark, ...]
         if known is not None:
             first, second = sorted((known, mark), key=lambda m: ranks.get(m.severity, 3))
             mark = replace(
-                first, codes=tuple(dict.fromkeys((*first.codes, *second.codes))), lines=(*first.lines, *second.lines)[:8]
+                first, codes=tuple(dict.fromkeys((*first.codes, *second.codes))), lines=(*first.lines, *second.lines)
             )
         found[mark.step, row] = replace(mark, module=row)
     return tuple(found.values())

@@ -43,8 +43,10 @@ FEW_CELLS = 8
 _LETTER = 5.9
 #: Colours of what is no number.
 STATE_COLORS = {MISSING: MISSING_COLOR, INF: INF_COLOR, MADE: MADE_COLOR, NAN: NAN_COLOR}
-#: Stretches of one line that get words of their own.
+#: Stretches of one line that are shaded and get words of their own; the others are counted.
 MAX_STRETCHES = 4
+#: Lines of a hover box; the others are counted.
+MAX_LINES = 8
 #: What lies on the other side of healthy: no loss of precision, but not what was meant either.
 _BEYOND = {"sqnr_db": "not FP8", "headroom": "range unused", "scale_log2_ratio": "scale too large"}
 
@@ -125,19 +127,24 @@ def _events(events: Sequence[tuple[int, str]]) -> Part:
     """Return small open marks below the findings, those of one step together."""
     by_step: dict[int, list[str]] = {}
     for step, words in events:
-        by_step.setdefault(step, []).append(plain(words))
-    lines = [[*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else [])] for found in by_step.values()]
+        by_step.setdefault(step, []).append(words)
     return {
         "type": "scatter",
         "x": np.array(list(by_step), dtype=np.int32),
         "y": np.full(len(by_step), -0.85, dtype=np.float32),
         "mode": "markers",
-        "customdata": ["<br>".join(found) for found in lines],
+        "customdata": [_in_box(found) for found in by_step.values()],
         "hovertemplate": "step %{x}<br>%{customdata}<extra></extra>",
         "marker": {"size": 7, "symbol": "diamond-open", "color": GREY},
         "cliponaxis": False,
         "name": "events",
     }
+
+
+def _in_box(lines: Sequence[str]) -> str:
+    """Return the lines of a hover box: those that it has room for, and how many more there are."""
+    more = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return "<br>".join([*map(plain, lines[:MAX_LINES]), *more])
 
 
 def _rail(marks: Sequence[Mark]) -> Part:
@@ -149,7 +156,7 @@ def _rail(marks: Sequence[Mark]) -> Part:
         "mode": "markers+text",
         "text": labels,
         "textposition": "middle right",
-        "customdata": ["<br>".join(plain(line) for line in mark.lines) for mark in marks],
+        "customdata": [_in_box(mark.lines) for mark in marks],
         "hovertemplate": "step %{x}<br>%{customdata}<extra></extra>",
         "marker": {
             "size": 10,
@@ -220,11 +227,12 @@ def mark_gaps(figure: Figure, steps: Ints, states: States, i: int = 0, what: str
         since: step at which the first stretch begins, where it is known better.
     """
     n = str(i + 1) if i else ""
-    for k, (first, last, state) in enumerate(spans_of(steps, states)):
-        if k == MAX_STRETCHES:
-            break
+    spans = list(spans_of(steps, states))
+    rest = len(spans) - MAX_STRETCHES
+    for k, (first, last, state) in enumerate(spans[:MAX_STRETCHES]):
         begin = first if k or since is None else since
         words = f"{what} {in_words(begin, last, state)}".strip()
+        words += f", and {rest} times more up to step {spans[-1][0]:,}" if rest > 0 and k == MAX_STRETCHES - 1 else ""
         if (i, words) in figure.told:
             continue
         row = sum(1 for at, _ in figure.told if at == i)
@@ -396,7 +404,7 @@ def _heat_marks(figure: Figure, heat: Heat) -> None:
             "y": [plain(mark.module or "") for mark in marks],
             "mode": "markers",
             "showlegend": False,
-            "customdata": ["<br>".join(plain(line) for line in mark.lines) for mark in marks],
+            "customdata": [_in_box(mark.lines) for mark in marks],
             "hovertemplate": "%{customdata}<extra></extra>",
             "marker": {**look, "symbol": [SYMBOLS[mark.severity] for mark in marks]},
         }

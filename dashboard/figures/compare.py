@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -33,18 +32,9 @@ def losses(
     gaps = [(name, _gap(known[0][1], trace)) for name, trace in known[1:]] if known[0][0] == runs[0][0] else []
     figure = Figure(2, heights=[3, 1.3], gap=0.06) if gaps else Figure()
     for i, (name, trace) in enumerate(known):
-        shown, color = plain(name), _color(i)
-        legend = f"{shown} (reference)" if gaps and i == 0 else shown
-        line(
-            figure,
-            trace,
-            color,
-            legend=legend,
-            in_legend=True,
-            rank=i,
-            what=f"{shown}:",
-            since=lost.get(name),
-        )
+        legend = f"{name} (reference)" if gaps and i == 0 else name
+        what = f"{plain(name)}:"
+        line(figure, trace, _color(i), legend=legend, in_legend=True, rank=i, what=what, since=lost.get(name))
     for i, (name, gap) in enumerate(gaps, 1):
         since = min((lost[one] for one in (runs[0][0], name) if one in lost), default=None)
         line(figure, gap, _color(i), 1, width=1.2, what=f"no gap of {plain(name)}:" if len(gaps) > 1 else "no gap:", since=since)
@@ -73,16 +63,33 @@ def _gap(first: StepSeries, other: StepSeries) -> StepSeries:
     return StepSeries(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32), states=found)
 
 
-def site_in_both(runs: Sequence[tuple[str, Sequence[StepSeries]]], metric: str, step: int | None = None) -> Figure:
-    """Return one metric of one site in several runs, the reference first: the running cast or the result against the shadow."""
-    figure = Figure()
+def site_in_both(runs: Sequence[tuple[str, Sequence[StepSeries] | None]], metric: str, step: int | None = None) -> Figure:
+    """Return one metric of one site in several runs, the reference first: the running cast or the result against the shadow.
+
+    A run without a line is in the legend with the reason, and so is a cast that did not run or that stands for several.
+
+    Args:
+        runs: (name, its lines at the site) of each; None where the run has no such module.
+        metric: column of ``sites``.
+        step: step to mark.
+    """
+    figure, missing = Figure(), []
     for i, (name, traces) in enumerate(runs):
-        own = [t for t in traces if t.actual and t.reference != "exact"] or [t for t in traces if t.reference != "exact"][:1]
-        for trace in own[:1]:
-            named = replace(trace, name=name, actual=True)
-            line(figure, named, _color(i), legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
+        known = [t for t in traces or () if t.reference != "exact"]
+        own = [t for t in known if t.actual] or known
+        if not own:
+            missing.append((i, f"{name}: {'no such module' if traces is None else 'not recorded here'}"))
+            continue
+        words = name + ("" if own[0].actual else f", what-if {own[0].cast_name}")
+        if len(own) > 1:
+            words += f", 1 of {len(own)} casts" if not own[0].actual else f", {own[0].cast_name}, 1 of {len(own)} casts"
+        line(figure, own[0], _color(i), legend=name, in_legend=True, rank=i, what=f"{plain(name)}:")
+        figure.data[-1]["name"] = plain(words)
     if not figure.told and not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
         return empty(f"{label_of(metric)} was recorded at this site in none of these runs", 200)
+    for i, words in missing:
+        key = {"type": "scatter", "x": [None], "y": [None], "mode": "lines", "line": {"color": _color(i)}, "hoverinfo": "skip"}
+        figure.add({**key, "name": plain(words), "showlegend": True, "legendrank": i})
     if step is not None:
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
     figure.axis("y", title=plain(label_of(metric)), standoff=4)

@@ -74,24 +74,26 @@ def pareto(choices: Sequence[BudgetPoint], chosen: BudgetPoint | None) -> Figure
 
 
 def trials(document: Mapping[str, Any]) -> Figure:
-    """Return the loss of every arm that ``fp8debug verify`` trained, the mean of its repeats."""
+    """Return the loss of every arm that ``fp8debug verify`` trained, the mean of its repeats that got to a step."""
     figure = Figure()
     arms = [arm for arm in document.get("arms") or () if isinstance(arm, Mapping)]
     for i, arm in enumerate(arms):
         curves = [curve for curve in arm.get("losses") or () if isinstance(curve, Sequence) and curve]
         if not curves:
             continue
-        shortest = min(len(curve) for curve in curves)
-        values = np.array([[np.nan if v is None else float(v) for v in curve[:shortest]] for curve in curves], dtype=np.float32)
+        longest = max(len(curve) for curve in curves)
+        there = np.array([[i < len(curve) for i in range(longest)] for curve in curves])
+        padded = [[*(np.nan if v is None else float(v) for v in curve), *[0.0] * (longest - len(curve))] for curve in curves]
+        values = np.array(padded, dtype=np.float32)
         first = arm.get("first_step")
-        steps = (int(first) if isinstance(first, int) else 0) + np.arange(shortest, dtype=np.int32)
+        steps = (int(first) if isinstance(first, int) else 0) + np.arange(longest, dtype=np.int32)
         many = len(curves) > 1
         mean = StepSeries(
             name=str(arm.get("name")),
             steps=steps,
-            values=values.mean(axis=0),
-            low=values.min(axis=0) if many else None,
-            high=values.max(axis=0) if many else None,
+            values=values.mean(axis=0, where=there),
+            low=values.min(axis=0, where=there, initial=np.inf) if many else None,
+            high=values.max(axis=0, where=there, initial=-np.inf) if many else None,
         )
         line(figure, mean, LINES[i % len(LINES)], legend=mean.name, in_legend=True, rank=i)
     if not figure.data:

@@ -16,7 +16,7 @@ from fp8debug.rules.comparison.sites import TOLERANCES, SiteDifference, unwrappe
 
 from ..data import queries
 from ..data.metric_labels import label_of
-from ..figures.base import empty, plain
+from ..figures.base import empty
 from ..figures.compare import losses, site_in_both
 from ..figures.theme import NO_DATA, level
 from ..web.run_view import RunView
@@ -28,6 +28,8 @@ from .heatmap import metric_options
 
 if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
+
+    from ..data.records import StepSeries
 
 #: What one site is drawn by unasked, where it was recorded, and else.
 METRICS = ("sqnr_db", "rms")
@@ -179,7 +181,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     pairs = [(one, found) for one in runs.judged if (found := one.differences(runs.reference.name)) is not None]
     since = [found.loss["diverges_at"] for _, found in pairs]
     figure = losses(curves, since, _nonfinite_at([found for _, found in pairs]))
-    own = {plain(one.name): scale for one in runs.judged if (scale := scale_of(one, view.get("x"))) is not None}
+    own = {one.name: scale for one in runs.judged if (scale := scale_of(one, view.get("x"))) is not None}
     names = " and ".join(one.name for one in runs.all)
     figure = shaped(figure, view, runs.reference, own).about(names, "loss")
     if len(pairs) < len(runs.judged):
@@ -357,20 +359,21 @@ def _site(
     module = view.get("of") or first[0] or unwrapped(str(next((m["fqn"] for m in runs.all[0].run.modules), "")))
     gemm, _, tensor = (view.get("site") or ".".join(first[1:])).partition(".")
     metric = view.get("metric") or _metric(run_view)
-    lines = []
+    lines: list[tuple[str, list[StepSeries] | None]] = []
     for name, run in ((one.name, one.run) for one in runs.all):
         own = next((str(m["fqn"]) for m in run.modules if unwrapped(str(m["fqn"])) == module), None)
         if own is None:
+            lines.append((name, None))
             continue
         try:
             lines.append((f"{name}: {own} {gemm} {tensor}", queries.module_traces(run, own, metric, (gemm, tensor))))
         except Fp8DebugError as error:
             return empty(str(error), 160)
     scales = {
-        plain(line[0]): scale
+        line[0]: scale
         for line in lines
         for one in runs.judged
-        if line[0].startswith(f"{one.name}: ") and (scale := scale_of(one, view.get("x"))) is not None
+        if line[1] is not None and line[0].startswith(f"{one.name}: ") and (scale := scale_of(one, view.get("x"))) is not None
     }
     return shaped(site_in_both(lines, metric, found.get((module, gemm, tensor))), view, runs.all[0], scales).about(
         " and ".join(one.name for one in runs.all), f"{module} {gemm} {tensor}", label_of(metric)

@@ -42,6 +42,8 @@ METRIC, SITE, CAST = "sqnr_db", "", "running"
 _ALWAYS = ("sqnr_db", "scale_inv_mean_log2", "headroom")
 #: Steps in a list to choose from, spread over the run; those near the chosen one are there as well.
 MAX_CHOICES = 1000
+#: Dumps of a module that are listed; the others are counted.
+MAX_DUMPS = 24
 NAMES = tuple(f"{gemm}.{tensor}" for line in SITES for gemm, tensor in line)
 #: What the table of casts shows; rates are printed in percent.
 COLUMNS = (
@@ -259,9 +261,10 @@ def _dumped(view: View, run_view: RunView, module: str, site: tuple[str, str], s
         dcc.Link(
             f"{name.replace('.', ' ')} at {at:,}", href=href("module", view.run, **{**view.params, "site": name, "step": at})
         )
-        for at, name in listed[:24]
+        for at, name in listed[:MAX_DUMPS]
     ]
-    return [note("Dumped are ", *(part for link in links for part in (link, " ")))]
+    more = f"and {len(listed) - MAX_DUMPS} more, in the folder dumps of the run" if len(listed) > MAX_DUMPS else ""
+    return [note("Dumped are ", *(part for link in links for part in (link, " ")), more)]
 
 
 def _sampled(run_view: RunView, module: str) -> list[int]:

@@ -27,8 +27,8 @@ from .heatmap import codes_by_module, heatmap
 MAX_ROWS = 200
 #: Columns that a narrow page has room for; a table of more moves sideways.
 MAX_FIXED = 3
-#: Sites of a comparison.
-MAX_SITES = 20
+#: Sites of a comparison, and modules that one of two runs has alone; the others are counted.
+MAX_SITES, MAX_ONLY = 20, 8
 #: Settings of the watch in a manifest, and what they are called.
 SETTINGS = {
     "created": "recorded",
@@ -141,7 +141,11 @@ def _cell(value: object) -> str:
 
 def _comparison(found: Differences) -> str:
     parted = [site for site in found.sites if site.diverges_at is not None]
-    only = [f"only in {name}: {', '.join(names[:8])}" for name, names in zip(found.names, found.only, strict=True) if names]
+    only = [
+        f"only in {name}: {', '.join(names[:MAX_ONLY])}" + (f" and {len(names) - MAX_ONLY} more" if len(names) > MAX_ONLY else "")
+        for name, names in zip(found.names, found.only, strict=True)
+        if names
+    ]
     lines = bullets([found.site_words, *only])
     rows = [
         (

@@ -353,7 +353,7 @@ def marks(findings: Sequence[Finding], by_module: bool = False) -> tuple[Mark, .
                 step=step,
                 severity=level(group[0].severity),
                 codes=tuple(dict.fromkeys(f.code for f in group)),
-                lines=tuple(_line(f) for f in group[:8]),
+                lines=tuple(_line(f) for f in group),
                 module=module,
             )
         )

@@ -71,12 +71,18 @@ def _location(file: str | None, tensor: str | None) -> dict[str, Any]:
     return location
 
 
+def _others(finding: TensorFinding) -> str:
+    """Return the tensors with the same cause, of very many the first."""
+    rest = len(finding.also) - MAX_NAMES
+    return ", ".join(finding.also[:MAX_NAMES]) + (f" and {rest} more in the JSON" if rest > 0 else "")
+
+
 def to_github(report: CheckReport) -> str:
     """Return one workflow command per finding, after one for the summary."""
     lines = [command_line("notice", f"fp8debug check {report.checkpoint}", f"{report.verdict}: {report.summary}")]
     for finding in report:
         where = finding.tensor or finding.file or report.checkpoint
-        also = f"\nalso: {', '.join(finding.also[:MAX_NAMES])}" if finding.also else ""
+        also = f"\nalso: {_others(finding)}" if finding.also else ""
         text = f"{where}: {finding.message}\ncure: {finding.cure}{also}"
         lines.append(command_line(COMMANDS[finding.severity], f"{finding.code} {finding.name} in {where}", text))
     return "".join(f"{line}\n" for line in lines)
@@ -87,7 +93,9 @@ def to_html(report: CheckReport) -> str:
     number = f"{len(report)} finding{'' if len(report) == 1 else 's'}"
     cards = "".join(_card(finding) for finding in report[:MAX_CARDS]) or "<p>None.</p>"
     skipped = bullets(f"{code}: {reason}" for code, reason in report.skipped) or "<p>None.</p>"
+    rest = len(report.not_judged) - MAX_NAMES
     not_judged = bullets(f"{name}: {reason}" for name, reason in report.not_judged[:MAX_NAMES])
+    not_judged += f"<p>and {rest} more in the JSON</p>" if rest > 0 else ""
     body = [
         f"<header><h1>{badge(report.verdict)} {escape(report.checkpoint)}</h1>"
         f"<p class='muted'>{escape(number)} · {escape(report.summary)}</p></header>",
@@ -101,8 +109,7 @@ def to_html(report: CheckReport) -> str:
 
 
 def _card(finding: TensorFinding) -> str:
-    also = ", ".join(finding.also[:MAX_NAMES]) + (" ..." if len(finding.also) > MAX_NAMES else "")
-    facts = {"file": finding.file, "layout": finding.layout, "same cause": also}
+    facts = {"file": finding.file, "layout": finding.layout, "same cause": _others(finding)}
     rows = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value)
     return (
         f"<article class='panel {escape(str(finding.severity))}'><h3>{badge(str(finding.severity))} {escape(finding.code)}"

@@ -327,3 +327,46 @@ def test_words_about_a_gap_have_the_room_of_the_longest_line(is_first: bool) -> 
     for trace in (short, long) if is_first else (long, short):
         figures.line(figure, trace, "#000000")
     assert figure.set(200).layout["annotations"][0]["xanchor"] == "left"  # on the left plotly makes the axis longer, below 0
+
+
+def test_one_site_names_the_runs_without_it_and_the_cast_that_did_not_run() -> None:
+    what_if = trace("c", cast_name="e4m3fn 1x128 current", actual=False)
+    runs = [("good", [trace("a")]), ("other", None), ("a&b", []), ("bf16", [what_if, what_if])]
+    figure = compare_figures.site_in_both(runs, "rms").set(200)
+    named = {drawn["name"]: drawn for drawn in figure.data if drawn.get("showlegend")}
+    assert list(named) == [
+        "good",
+        "bf16, what-if e4m3fn 1x128 current, 1 of 2 casts",
+        "other: no such module",
+        "a&amp;b: not recorded here",
+    ]
+    # Each run has its colour of the plot of the losses, whoever is missing.
+    assert [named[name]["line"]["color"] for name in named] == [LINES[0], LINES[3], LINES[1], LINES[2]]
+    assert named["bf16, what-if e4m3fn 1x128 current, 1 of 2 casts"]["line"]["dash"] == "dot"
+
+
+def test_names_of_compared_runs_are_escaped_once() -> None:
+    figure = compare_figures.losses([("good", trace()), ("a&b", trace())])
+    assert [drawn["name"] for drawn in figure.data if drawn.get("showlegend")] == ["good (reference)", "a&amp;b"]
+
+
+def test_what_a_hover_box_and_a_plot_have_no_room_for_is_counted() -> None:
+    lines = tuple(f"F101 layer {i}" for i in range(11))
+    rail = figures.training([trace()], [replace(MARK, lines=lines)], events=[(10, f"event {i}") for i in range(9)])
+    boxes = [drawn["customdata"][0].split("<br>") for drawn in rail.data[1:]]
+    assert [box[-1] for box in boxes] == ["and 3 more", "and 1 more"] and [len(box) for box in boxes] == [9, 9]
+    steps = np.arange(20, dtype=np.int32)
+    states = np.where(steps % 2 == 1, NAN, FINITE).astype(np.int8)
+    figure = plots.Figure()
+    figures.line(figure, StepSeries(name="v", steps=steps, values=np.ones(20, np.float32), states=states), "#000000")
+    assert [note["text"] for note in figure.layout["annotations"]][-2:] == [
+        "NaN at step 5",
+        "NaN at step 7, and 6 times more up to step 19",
+    ]
+
+
+def test_a_repeat_that_ended_early_shortens_no_arm() -> None:
+    figure = fallback_figures.trials({"arms": [{"name": "fp8", "losses": [[2.0, 1.0, 0.5], [4.0], [3.0, None]]}]})
+    drawn = next(line for line in figure.data if line.get("showlegend"))
+    assert drawn["x"].tolist() == [0, 1, 2]
+    assert drawn["y"][[0, 2]].tolist() == [3.0, 0.5] and np.isnan(drawn["y"][1])

@@ -94,7 +94,8 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> ServedFolder:
 def test_what_was_not_compared_is_not_called_healthy(unlike: ServedFolder) -> None:
     run_view, shown = unlike.open("good"), view("good", "short", "nan", "other", "no-loss", reference="good")
     compare.settle(shown, run_view)
-    about, _, _, rows, _ = compare.parts(shown, run_view)
+    about, _, _, rows, site = compare.parts(shown, run_view)
+    assert "other: no such module" in [str(trace.get("name")) for trace in site.data]
     said = [text(line) for line in about]
     (other,) = [line for line in said if "good -> other, none compared: no site" in line]
     (lost,) = [line for line in said if "good -> no-loss, " in line and "sites" not in line]
