@@ -165,8 +165,6 @@ def _marks(marks: Sequence[Mark], row_of: Mapping[str, str]) -> tuple[Mark, ...]
         known = found.get((mark.step, row))
         if known is not None:
             first, second = sorted((known, mark), key=lambda m: ranks.get(m.severity, 3))
-            mark = replace(
-                first, codes=tuple(dict.fromkeys((*first.codes, *second.codes))), lines=(*first.lines, *second.lines)
-            )
+            mark = replace(first, codes=tuple(dict.fromkeys((*first.codes, *second.codes))), lines=(*first.lines, *second.lines))
         found[mark.step, row] = replace(mark, module=row)
     return tuple(found.values())
