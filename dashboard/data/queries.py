@@ -127,16 +127,20 @@ def recorded(run: Run) -> list[str]:
 
 def recorded_lately(run: Run) -> list[str]:
     """Return the metrics with a value in the first, a middle or the last sampled step: at once, however long the run."""
-    names = list(metrics())
-    edges = _rows(run, "SELECT min(step) AS a, max(step) AS b FROM raw")[0]
-    if edges["a"] is None:
+    names, within = list(metrics()), _lately(run)
+    if not within:
         return []
-    middle = _rows(run, f"SELECT min(step) AS m FROM raw WHERE step >= {(edges['a'] + edges['b']) // 2}")[0]["m"]
     there = [name for name in names if name in run.columns]
     counts = ", ".join(f"count({name}) AS {name}" for name in there)
-    wanted = [edges["a"], middle, edges["b"]]
-    found = _rows(run, f"SELECT {counts} FROM stats WHERE step IN (?, ?, ?)", wanted)[0]
+    found = _rows(run, f"SELECT {counts} FROM stats WHERE {within}")[0]
     return [name for name in names if found.get(name)]
+
+
+def _lately(run: Run) -> str:
+    """Return the SQL condition that a step is the first, a middle or the last sampled one; "" for a run without any."""
+    steps = [step for step in run.sampled_steps if step is not None]
+    few = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    return f"step IN ({', '.join(map(str, few))})" if few else ""
 
 
 def casts(run: Run, cache: MetricCache | None = None) -> list[tuple[str, bool]]:
@@ -147,9 +151,19 @@ def casts(run: Run, cache: MetricCache | None = None) -> list[tuple[str, bool]]:
             if reference == "operand":
                 running[name] = running.get(name, False) or actual
         return sorted(running.items(), key=lambda cast: (not cast[1], cast[0]))
+    return _casts(run, "TRUE")
+
+
+def casts_lately(run: Run) -> list[tuple[str, bool]]:
+    """Return the same of the first, a middle and the last sampled step: at once, however long the run."""
+    within = _lately(run)
+    return _casts(run, within) if within else []
+
+
+def _casts(run: Run, condition: str) -> list[tuple[str, bool]]:
     table = run.sql(
         "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM stats WHERE reference = 'operand'"
-        " GROUP BY cast_name ORDER BY 2 DESC, 1"
+        f" AND {condition} GROUP BY cast_name ORDER BY 2 DESC, 1"
     )
     return [(row["cast_name"], bool(row["running"])) for row in table.to_pylist()]
 
@@ -291,8 +305,9 @@ def health(
         table = run.sql(
             f"WITH kinds AS (SELECT *, {healths.KIND} FROM {sites} AND {condition}), picked AS (SELECT module, step,"
             f" {healths.code_sql(run, [key[:4] for key in keys])} AS code, {state_sql(run, 'sqnr_db')} AS state FROM kinds)"
-            f" SELECT module, {cell} AS cell, min(step) AS step, max(code) AS code, max(state) AS state FROM picked"
-            f" WHERE code IS NOT NULL OR state > 0 GROUP BY module, {cell}",
+            # Not WHERE: of rows that a condition keeps the engine would compute the number a second time.
+            f" SELECT module, {cell} AS cell, min(step) FILTER (WHERE code IS NOT NULL OR state > 0) AS step, max(code) AS code,"
+            f" max(state) AS state FROM picked GROUP BY module, {cell} HAVING max(code) IS NOT NULL OR max(state) > 0",
             values,
         )
         names, cells, codes, found = code_grid_of(table, modules)

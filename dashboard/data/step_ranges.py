@@ -16,7 +16,7 @@ MOST_ROWS = 8_000_000
 FEWEST_READ, MOST_READ = 16, 256
 #: Of these the part that is read for a picture that a reader waits for, and that comes closer by itself: the health, which
 #: takes five times what one metric takes.
-GLANCE = 4
+GLANCE = 8
 
 
 def cell_width_of(run: Run, first: int, last: int, most: int) -> int:
