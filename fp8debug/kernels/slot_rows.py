@@ -1,4 +1,4 @@
-"""Results of kernels for one tensor: rows of 24 words of device memory.
+"""Results of kernels for one tensor: rows of ``ROW_WORDS`` words of device memory.
 
 A :class:`RowLayout` says how the slots of one kind of observation lie in a row. The rows of a step are joined to the table
 together.
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: 8-byte words of a row.
-ROW_WORDS = 24
+#: 8-byte words of a row; an even number, so that every row begins at a multiple of 16 bytes.
+ROW_WORDS = 26
 
 
 class SlotRow(NamedTuple):
@@ -25,7 +25,7 @@ class SlotRow(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """The row's tensor, int64 ``[24]``."""
+        """The row's tensor, int64 ``[ROW_WORDS]``."""
         return self.block[self.number]
 
 
@@ -44,7 +44,7 @@ class SlotGroup(NamedTuple):
         return str(self.dtype).removeprefix("torch."), self.merge
 
     def of(self, words: Tensor) -> Tensor:
-        """Return the group's numbers ``[..., len(names)]`` of rows ``[..., 24]``."""
+        """Return the group's numbers ``[..., len(names)]`` of rows ``[..., ROW_WORDS]``."""
         first = self.start // self.dtype.itemsize
         return words.view(self.dtype)[..., first : first + self.size * len(self.names)]
 

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
+def has_underflown(pair: Pair, scale_inv: Tensor) -> Tensor:
+    """Return which scales were lost to their format, as E4M3's may be; NaN are not. Bool, of the shape of ``scale_inv``."""
+    assert pair.cast is not None
+    stored = SCALE_FORMATS[pair.cast.scale_format]
+    return (scale_inv == 0) & (stored is not None and not stored.scale_only)
+
+
 class Scale:
     """Over the blocks with a nonzero amax, but ``num_blocks`` and ``num_zero_blocks``; a zero block's scale_inv says nothing.
 
@@ -74,12 +81,11 @@ class Scale:
         amax, _ = pair.as_read.block_extremes(pair.block)
         nonzero = amax > 0
         scale_inv = scale_inv.expand(amax.shape)
-        stored = SCALE_FORMATS[pair.cast.scale_format]
-        has_underflown = (scale_inv == 0) & (stored is not None and not stored.scale_only)  # as an E4M3 scale may; NaN has not
-        scaled_blocks = nonzero & ~has_underflown
+        lost = has_underflown(pair, scale_inv)
+        scaled_blocks = nonzero & ~lost
         scaled = amax / scale_inv  # the largest of a block: a zero block's may be 0 / 0
         top = scaled.masked_fill(~scaled_blocks, -math.inf).amax()
-        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf() | has_underflown
+        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf() | lost
         if pair.cast.scaling != "current":
             lifted = lifted & False
         return {

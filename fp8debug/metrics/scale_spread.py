@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
+from fp8debug.metrics.scale import has_underflown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,15 +14,10 @@ _VARIANCE = "(scale_inv_sum2_log2 - scale_inv_sum_log2 * scale_inv_sum_log2 / nu
 
 
 class ScaleSpread:
-    """Second moment of log2(scale_inv) over the blocks that ``scale_inv_sum_log2`` sums, those with a nonzero amax.
-
-    The Triton kernels of FP8 do not fill it, so that an operand of theirs has none; casts in FP4 and FP6, scales in E4M3 and what
-    runs on a CPU have it.
-    """
+    """Second moment of log2(scale_inv) over the blocks that ``scale_inv_sum_log2`` sums, those with a nonzero amax."""
 
     name = "scale_spread"
     of_results = False
-    kinds = ("scales",)
     present = "num_scales"
     slots = (
         Slot(name="num_scales", merge="sum", kind="int64", unit="1", doc="nonzero blocks in scale_inv_sum2_log2"),
@@ -34,9 +30,9 @@ class ScaleSpread:
         ),
     )
     derived: ClassVar[dict[str, Derived]] = {
-        # A variance of 0 may be rounded below it, by less than 1e-12.
+        # A variance of 0 may be rounded below it: by 2^-53 of a square, which is 1e4 at most, and more over many blocks.
         "scale_inv_std_log2": Derived(
-            expression=f"sqrt({_VARIANCE} + 1e-12)",
+            expression=f"sqrt({_VARIANCE} + 1e-9)",
             unit="log2",
             doc="standard deviation of log2(scale_inv) over nonzero blocks",
         ),
@@ -48,7 +44,7 @@ class ScaleSpread:
             return {}
         amax, _ = pair.as_read.block_extremes(pair.block)
         scale_inv = pair.quantized.scale_inv.expand(amax.shape)
-        counts = (amax > 0) & (scale_inv != 0)
+        counts = (amax > 0) & ~has_underflown(pair, scale_inv)
         return {
             "num_scales": counts.count_nonzero(),
             "scale_inv_sum2_log2": scale_inv.double().log2().square().masked_fill(~counts, 0.0).sum(),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
@@ -11,14 +12,19 @@ import torch
 from torch import Tensor
 
 from fp8debug.metrics import METRICS, Pair, Slot
+from fp8debug.metrics.expression import evaluate
 from fp8debug.metrics.scale_spread import ScaleSpread
 
-_LEFT_OUT = {slot.name for slot in ScaleSpread.slots}
+#: What the standard deviation of block scales is made of.
+NEEDED = ("num_scales", "scale_inv_sum_log2", "scale_inv_sum2_log2")
 
 
-def of_kernels(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what kernels of FP8 fill, of the reference's statistics of an operand."""
-    return {name: value for name, value in statistics.items() if name not in _LEFT_OUT}
+def assert_same_spread(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Compare the standard deviation of block scales, which is the difference of large sums; logarithms are good to 2^-22."""
+    values = [{name: float(slots[name]) for name in NEEDED} for slots in (found, wanted)]
+    if all(map(math.isfinite, values[1].values())):
+        value, want = (evaluate(ScaleSpread.derived["scale_inv_std_log2"].expression, slots) for slots in values)
+        assert value == want if value is None or want is None else abs(value - want) <= 2e-6, (value, want)
 
 
 class Largest:

@@ -10,7 +10,7 @@ import triton.language as tl
 from fp8debug.kernels.gpu.describe.foreign_kernel import finish as finish_foreign
 from fp8debug.kernels.gpu.device import float_of
 from fp8debug.kernels.gpu.gemm.error_kernel import finish
-from fp8debug.kernels.gpu.quantize.statistics import reduce_cast
+from fp8debug.kernels.gpu.quantize.statistics import MAXIMA_AT, MINIMA_AT, NUM_COUNTS, reduce_cast
 
 #: Integers of an item: address of the partials, address of the row of words, and of the cast: programs, elements, padding,
 #: blocks, blocks counted by the tiles, scale rounding, and the bits of the format's max, of eps and of the margin.
@@ -27,13 +27,13 @@ def operands_kernel(items, CHUNK: tl.constexpr):
     at = items + tl.program_id(0) * OPERAND_ITEM
     partials = tl.load(at).to(tl.pointer_type(tl.float64))
     words = tl.load(at + 1).to(tl.pointer_type(tl.int64))
-    sums = words.to(tl.pointer_type(tl.float64)) + 12
-    extremes = words.to(tl.pointer_type(tl.float32)) + 40
+    sums = words.to(tl.pointer_type(tl.float64)) + NUM_COUNTS
+    reals = words.to(tl.pointer_type(tl.float32))
     top = float_of(tl.load(at + 8).to(tl.int32))
     eps = float_of(tl.load(at + 9).to(tl.int32))
     margin = float_of(tl.load(at + 10).to(tl.int32))
-    reduce_cast(partials, words, sums, extremes, extremes + 6, tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), 0, margin,
-                tl.load(at + 5), tl.load(at + 6), eps, top, tl.load(at + 7).to(tl.int32), margin, CHUNK)  # fmt: skip
+    reduce_cast(partials, words, sums, reals + MAXIMA_AT, reals + MINIMA_AT, tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), 0,
+                margin, tl.load(at + 5), tl.load(at + 6), eps, top, tl.load(at + 7).to(tl.int32), margin, CHUNK)  # fmt: skip
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def load_pair(x, codes, E5M2: tl.constexpr, NATIVE: tl.constexpr, inside=None):
 @triton.jit
 def store_part(
     parts, numel, num_blocks, zeros, nans, infs, made, underflow, subnormal, saturated, zero_blocks, lifted, sx, sx2, sy2, sxy,
-    se, se2, log2s, strange, amax, emax, inv_max, head, worst, widest, amin, inv_min, E5M2: tl.constexpr,
+    se, se2, logs, squares, strange, amax, emax, inv_max, head, worst, widest, amin, inv_min, E5M2: tl.constexpr,
 ):  # fmt: skip
     """Store this program's part ``[32]``: sums and counts in FP64; ``head`` is the largest scaled magnitude."""
     f64: tl.constexpr = tl.float64
@@ -93,8 +93,8 @@ def store_part(
     tl.store(at + 15, sxy)
     tl.store(at + 16, se)
     tl.store(at + 17, se2)
-    tl.store(at + 18, log2s)
-    tl.store(at + 19, strange)
+    tl.store(at + 18, logs)
+    tl.store(at + 19, squares)
     tl.store(at + 20, amax.to(f64))
     tl.store(at + 21, emax.to(f64))
     tl.store(at + 22, inv_max.to(f64))
@@ -103,3 +103,4 @@ def store_part(
     tl.store(at + 25, widest.to(f64))
     tl.store(at + 26, -amin.to(f64))
     tl.store(at + 27, -inv_min.to(f64))
+    tl.store(at + 28, strange)

@@ -102,8 +102,8 @@ def fast_units(
     zeros, small, underflow = none, none, none
     sx, sx2, sy2, se, se2 = wide, wide, wide, wide, wide
     amax, amin, emax = real, real + INF, real
-    zero_blocks, lifted, strange, exponents = one, one, one, one
-    mantissas, worst, widest = one.to(tl.float32), one.to(tl.float32) - INF, one.to(tl.float32)
+    zero_blocks, lifted, strange = one, one, one
+    logs, squares, worst, widest = one.to(f64), one.to(f64), one.to(tl.float32) - INF, one.to(tl.float32)
     head, inv_max, inv_min = one.to(tl.float32) - INF, one.to(tl.float32) - INF, one.to(tl.float32) + INF
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         unit_row = unit // across
@@ -191,9 +191,10 @@ def fast_units(
             zero_blocks += added((something == 0).to(tl.int32), KIND, 0)
             lifted += added((something & (high < lift_below)).to(tl.int32), KIND, 0)
             bits = bits_of(inv)
-            exponents += added(tl.where(something, (bits >> 23) - 127, 0), KIND, 0)
-            mantissa = float_of((bits & 0x7FFFFF) | 0x3F800000)
-            mantissas += added(tl.where(something, tl.log2(mantissa), 0.0), KIND, 0)
+            mantissa = tl.log2(float_of((bits & 0x7FFFFF) | 0x3F800000))
+            log2 = tl.where(something, ((bits >> 23) - 127).to(f64) + mantissa.to(f64), 0.0)
+            logs += added(log2, KIND, 0)
+            squares += added(log2 * log2, KIND, 0)
             nmse = block_noise / tl.where(something, block_signal, 1.0)
             worst = tl.maximum(worst, added(tl.where(something, nmse, -INF), KIND, 1))
             low = tl.where(something, per_block(least, KIND, 2), 1.0)
@@ -204,7 +205,7 @@ def fast_units(
     store_part(
         parts, numel, num_blocks, tl.sum(zeros).to(f64), none_of_all, none_of_all, none_of_all, tl.sum(underflow).to(f64),
         tl.sum(small - underflow).to(f64), none_of_all, tl.sum(zero_blocks).to(f64), tl.sum(lifted).to(f64), tl.sum(sx), signal,
-        power, (signal + power - noise) * 0.5, tl.sum(se), noise, tl.sum(exponents).to(f64) + tl.sum(mantissas.to(f64)),
+        power, (signal + power - noise) * 0.5, tl.sum(se), noise, tl.sum(logs), tl.sum(squares),
         none_of_all, high, tl.max(emax), tl.max(inv_max), tl.max(head), tl.max(worst), tl.max(widest), tl.min(amin),
         tl.min(inv_min), E5M2,
     )  # fmt: skip

@@ -6,11 +6,11 @@ Nothing is assumed of a scale: it may be far from the block's own, zero, infinit
 tiles ``[BR, NB, BW]`` of BR rows and NB times BW columns, one below or beside the other until their blocks are whole. A tensor
 with one scale has no whole block in any program; the second stage has its totals.
 
-Columns of a part, FP64, in which counts below 2^53 are exact; ``statistics.finish_slots`` takes the same:
+Columns of a part, FP64, in which counts below 2^53 are exact; ``statistics.finish_row`` takes the same:
 
-    sums     0..11 as in COUNTS  12..18 as in SUMS
-    maxima  19 whether a block's scale_inv is NaN  20 amax  21 abs err  22 scale_inv  23 headroom  24 block nmse
-            25 block amax / amin  26 minus amin  27 minus scale_inv
+    sums     0..11 as in COUNTS, but for the last  12..19 as in SUMS
+    maxima  20 amax  21 abs err  22 scale_inv  23 headroom  24 block nmse  25 block amax / amin
+            26 minus amin  27 minus scale_inv  28 whether a block's scale_inv is NaN
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from fp8debug.kernels.gpu.describe.foreign_common import COLUMNS, added, load_pair, per_block, store_part
 from fp8debug.kernels.gpu.describe.foreign_fast import fast_units
 from fp8debug.kernels.gpu.device import INF, bits_of, float_of
-from fp8debug.kernels.gpu.quantize.statistics import finish_slots
+from fp8debug.kernels.gpu.quantize.statistics import finish_row
 from fp8debug.kernels.gpu.quantize.tile_cast import KIND_COLUMN, KIND_ROW, KIND_TENSOR, KIND_TILE, is_finite, log2_parts
 
 #: Parts that are joined at once.
@@ -98,7 +98,7 @@ def exact_units(
     sx, sx2, sy2, sxy, se, se2 = wide, wide, wide, wide, wide, wide
     amax, amin, emax = real, real + INF, real
     zero_blocks, lifted, strange = one, one, one
-    log2s, worst, widest = one.to(f64), one.to(f64) + float("-inf"), one.to(f64)
+    logs, squares, worst, widest = one.to(f64), one.to(f64), one.to(f64) + float("-inf"), one.to(f64)
     head, inv_max, inv_min = one.to(tl.float32) - INF, one.to(tl.float32) - INF, one.to(tl.float32) + INF
     num_done = (num_units - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
     for share in range(num_done * SHARES):
@@ -181,7 +181,9 @@ def exact_units(
         if KIND != KIND_TENSOR:
             zero_blocks += added((is_block & (high == 0.0)).to(tl.int32), KIND, 0)
             lifted += added((something & (high < lift_below)).to(tl.int32), KIND, 0)
-            log2s += added(tl.where(something, log2_of(inv), 0.0), KIND, 0)
+            log2 = tl.where(something, log2_of(inv), 0.0)
+            logs += added(log2, KIND, 0)
+            squares += added(log2 * log2, KIND, 0)
             block_signal, block_noise = per_block(signal, KIND, 0), per_block(noise, KIND, 0)
             nmse = block_noise / tl.where(block_signal > 0.0, block_signal, 1.0)
             worst = tl.maximum(worst, added(tl.where(block_signal > 0.0, nmse, float("-inf")), KIND, 1))
@@ -190,9 +192,9 @@ def exact_units(
     store_part(
         parts, numel, num_blocks, tl.sum(zeros).to(f64), tl.sum(nans).to(f64), tl.sum(infs).to(f64), tl.sum(made).to(f64),
         tl.sum(underflow).to(f64), tl.sum(small - underflow).to(f64), tl.sum(saturated).to(f64), tl.sum(zero_blocks).to(f64),
-        tl.sum(lifted).to(f64), tl.sum(sx), tl.sum(sx2), tl.sum(sy2), tl.sum(sxy), tl.sum(se), tl.sum(se2), tl.sum(log2s),
-        tl.max(strange).to(f64), tl.max(amax), tl.max(emax), tl.max(inv_max), tl.max(head), tl.max(worst), tl.max(widest),
-        tl.min(amin), tl.min(inv_min), E5M2,
+        tl.sum(lifted).to(f64), tl.sum(sx), tl.sum(sx2), tl.sum(sy2), tl.sum(sxy), tl.sum(se), tl.sum(se2), tl.sum(logs),
+        tl.sum(squares), tl.max(strange).to(f64), tl.max(amax), tl.max(emax), tl.max(inv_max), tl.max(head), tl.max(worst),
+        tl.max(widest), tl.min(amin), tl.min(inv_min), E5M2,
     )  # fmt: skip
 
 
@@ -243,25 +245,24 @@ def finish(parts, words, num_programs, is_whole, lift_below):
     sums = tl.zeros([CHUNK, 32], tl.float64)
     most = tl.full([CHUNK, 32], float("-inf"), tl.float64)
     for start in range(0, num_programs, CHUNK):
-        inside = (start + row < num_programs) & (n < 28)[None, :]
+        inside = (start + row < num_programs) & (n < 29)[None, :]
         values = tl.load(parts + (start + row) * COLUMNS + n[None, :], inside, 0.0)
-        sums += tl.where((n < 19)[None, :], values, 0.0)
-        most = tl.maximum(most, tl.where(inside & (n > 18)[None, :], values, float("-inf")))
+        sums += tl.where((n < 20)[None, :], values, 0.0)
+        most = tl.maximum(most, tl.where(inside & (n > 19)[None, :], values, float("-inf")))
     total = tl.sum(sums, axis=0)
     greatest = tl.max(most, axis=0)
     amax, signal, inv = one_of(greatest, 20), one_of(total, 13), one_of(greatest, 22)
-    is_strange = one_of(greatest, 19) > 0.0
+    is_strange = one_of(greatest, 28) > 0.0
     something = amax > 0.0
     of_whole = (n >= 0) & (is_whole != 0)
     total = tl.where(of_whole & (n == 9), tl.where(something, 0.0, 1.0), total)
     total = tl.where(of_whole & (n == 10), tl.where(something & (amax < lift_below), 1.0, 0.0), total)
     log2 = tl.where(is_strange, float("nan"), tl.math.log2(tl.where(something & (is_strange == 0), inv, 1.0)))
-    total = tl.where(of_whole & (n == 18), log2, total)
+    total = tl.where(of_whole & (n == 18), log2, tl.where(of_whole & (n == 19), log2 * log2, total))
     nmse = one_of(total, 17) / tl.where(signal == 0.0, 1.0, signal)
     greatest = tl.where(of_whole & (n == 24), tl.where(signal == 0.0, float("-inf"), nmse), greatest)
     span = amax / tl.where(something, -one_of(greatest, 26), 1.0)
     greatest = tl.where(of_whole & (n == 25), span, greatest)
     of_scale = (n == 22) | (n == 23) | (n == 27)
     greatest = tl.where(of_scale & is_strange, float("nan"), greatest)
-    reals = words.to(tl.pointer_type(tl.float32)) + 40
-    finish_slots(words, words.to(tl.pointer_type(tl.float64)) + 12, reals, reals + 6, total, greatest)
+    finish_row(words, total, greatest)

@@ -17,11 +17,14 @@ import triton.language as tl
 
 from fp8debug.kernels.gpu.count_window import look_and_count, start_window, stop_window
 from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, bits_of, decode, encode, float_of
+from fp8debug.kernels.gpu.quantize.statistics import MAXIMA_AT, NUM_COUNTS
 from fp8debug.kernels.gpu.quantize.tile_cast import is_finite
+from fp8debug.kernels.slot_rows import ROW_WORDS
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 
 #: Of a program that counts, of which a multiprocessor has two.
 COUNT_WARPS, COUNT_PER_SM = 16, 2
+WORDS = tl.constexpr(ROW_WORDS)
 TABLE = tl.constexpr(65536)
 MAGNITUDES = tl.constexpr(32768)
 CLEARED = tl.constexpr(4096)  # counters that a program clears at once
@@ -161,15 +164,19 @@ def store_counts(at, numel, zeros, nans, infs, made, under, subnormal, saturated
     c = tl.where(n == 0, numel, tl.where(n == 1, zeros, tl.where(n == 2, nans, tl.where(n == 3, infs, 0))))
     c = tl.where(n == 4, made, tl.where(n == 5, under, tl.where(n == 6, subnormal, tl.where(n == 7, saturated, c))))
     c = tl.where((n == 8) | (n == 11), 1, tl.where(n == 9, empty.to(tl.int64), tl.where(n == 10, lifted.to(tl.int64), c)))
-    tl.store(at + n, c, n < 12)
+    c = tl.where(n == 12, 1 - empty.to(tl.int64), c)
+    tl.store(at + n, c, n < 13)
 
 
 @triton.jit
 def store_reals(at, amax, amin, inv, worst, sum_x2, sum_err2, e5m2):
     """Store the maxima and minima of such a cast, and the logarithm of its scale_inv; ``amin`` is Inf where there is none."""
     empty = amax == 0.0
-    tl.store(at.to(tl.pointer_type(tl.float64)) + 18, tl.where(empty, 0.0, tl.math.log2(inv.to(tl.float64))))
-    at = at.to(tl.pointer_type(tl.float32)) + 40
+    log2 = tl.where(empty, 0.0, tl.math.log2(inv.to(tl.float64)))
+    sums = at.to(tl.pointer_type(tl.float64)) + NUM_COUNTS
+    tl.store(sums + 6, log2)
+    tl.store(sums + 7, log2 * log2)
+    at = at.to(tl.pointer_type(tl.float32)) + MAXIMA_AT
     tl.store(at, amax)
     tl.store(at + 1, worst.to(tl.float32))
     tl.store(at + 2, tl.where(empty, -INF, inv))
@@ -188,7 +195,7 @@ def store_reals(at, amax, amin, inv, worst, sum_x2, sum_err2, e5m2):
 def finish_kernel(
     tables, histories, ints, reals, words, CHUNK: tl.constexpr, LENGTH: tl.constexpr
 ):  # fmt: skip
-    """One program per tensor and cast, which fills a row of ``words [programs, 24]`` as ``tiling.OPERAND`` says.
+    """One program per tensor and cast, which fills a row of ``words [programs, ROW_WORDS]`` as ``tiling.OPERAND`` says.
 
     ``ints``: table, elements, e5m2, rounding, scaling, history, its length. ``reals``: eps, margin, static scale_inv.
     ``histories [n, 2 + LENGTH]``: scale_inv, amaxes so far less whole rounds of the ring after the first, amaxes by position.
@@ -260,14 +267,14 @@ def finish_kernel(
         se2 += here[9]
         emax = tl.maximum(emax, here[10])
     sum_x2, sum_err2 = tl.sum(sx2, axis=0), tl.sum(se2, axis=0)
-    at = words + item * 24
+    at = words + item * WORDS
     i64: tl.constexpr = tl.int64
     store_counts(
         at, numel, numel - tl.sum(nonzero, axis=0).to(i64), tl.sum(nans, axis=0).to(i64), tl.sum(infs, axis=0).to(i64),
         tl.sum(made, axis=0).to(i64), tl.sum(under, axis=0).to(i64), tl.sum(subnormal, axis=0).to(i64),
         tl.sum(saturated, axis=0).to(i64), amax == 0.0, lifted,
     )  # fmt: skip
-    sums = at.to(tl.pointer_type(tl.float64)) + 12
+    sums = at.to(tl.pointer_type(tl.float64)) + NUM_COUNTS
     tl.store(sums, tl.sum(sx, axis=0))
     tl.store(sums + 1, sum_x2)
     tl.store(sums + 2, tl.sum(sy2, axis=0))

@@ -17,6 +17,7 @@ from fp8debug.kernels.gpu.describe.value_counts_kernel import (
     FIRST,
     NONFINITE,
     TABLE,
+    WORDS,
     counts_at,
     effects,
     scale_now,
@@ -24,6 +25,7 @@ from fp8debug.kernels.gpu.describe.value_counts_kernel import (
     store_reals,
 )
 from fp8debug.kernels.gpu.device import FLOAT32_MAX, INTERPRETED
+from fp8debug.kernels.gpu.quantize.statistics import MAXIMA_AT, NUM_COUNTS, NUM_MAXIMA
 
 #: Programs; each has as many binades, of one sign of the exponent's 256, as its share.
 NUM_PROGRAMS = 32
@@ -100,7 +102,7 @@ def join_cast(parts, first, at, numel, amax, amin, given, eps, SPEC: tl.constexp
         at, numel.to(i64), zeros, nans, infs, made.to(i64), under.to(i64), subnormal.to(i64), saturated.to(i64), amax == 0.0,
         lifted,
     )  # fmt: skip
-    tl.store(at.to(tl.pointer_type(tl.float64)) + 12 + n - 4, total, (n > 3) & (n < 10))
+    tl.store(at.to(tl.pointer_type(tl.float64)) + NUM_COUNTS + n - 4, total, (n > 3) & (n < 10))
     store_reals(at, amax, amin, inv, nth(most, n, 10), nth(total, n, 5), nth(total, n, 9), SPEC[1] != 0)
 
 
@@ -109,14 +111,15 @@ def split_kernel(
     table, words, parts, log2_hist, numel, given_a, given_b, given_c, eps_a, eps_b, eps_c, A: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Fill rows 1, 2 and 3 of ``words [4, 24]`` and ``log2_hist [64]``; row 0 has another cast of the tensor, filled already.
+    """Fill rows 1, 2 and 3 of ``words [4, ROW_WORDS]`` and ``log2_hist [64]``.
 
-    ``table``, of counts and one counter of the programs that are done, is zero again afterwards. ``A``, ``B``, ``C``: (where the
+    Row 0 has another cast of the tensor, filled already. ``table``, of counts and one counter of the programs that are done,
+    is zero again afterwards. ``A``, ``B``, ``C``: (where the
     scale comes from, e5m2, rounding).
     """
     first = words
-    reals = words.to(tl.pointer_type(tl.float32)) + 40
-    amax, amin = tl.load(reals), tl.load(reals + 6)
+    reals = words.to(tl.pointer_type(tl.float32)) + MAXIMA_AT
+    amax, amin = tl.load(reals), tl.load(reals + NUM_MAXIMA)
     program = tl.program_id(0)
     magnitude = program * CHUNK + tl.arange(0, CHUNK)
     positive, negative = counts_at(table, magnitude)
@@ -135,11 +138,11 @@ def split_kernel(
     if tl.atomic_add(table + TABLE, 1, sem="acq_rel") == PROGRAMS - 1:
         tl.store(table + TABLE, 0)
         if A[0] != NONE:
-            join_cast(parts, first, words + 24, numel, amax, amin, given_a, eps_a, A)
+            join_cast(parts, first, words + WORDS, numel, amax, amin, given_a, eps_a, A)
         if B[0] != NONE:
-            join_cast(parts + PART, first, words + 48, numel, amax, amin, given_b, eps_b, B)
+            join_cast(parts + PART, first, words + 2 * WORDS, numel, amax, amin, given_b, eps_b, B)
         if C[0] != NONE:
-            join_cast(parts + 2 * PART, first, words + 72, numel, amax, amin, given_c, eps_c, C)
+            join_cast(parts + 2 * PART, first, words + 3 * WORDS, numel, amax, amin, given_c, eps_c, C)
         field = tl.arange(0, 256)
         counted = tl.load(parts + field // BINADES * (CASTS * PART) + 16 + field % BINADES)
         low = tl.sum(tl.where(field <= FIRST, counted, 0.0), axis=0)

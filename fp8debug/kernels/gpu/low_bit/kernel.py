@@ -50,7 +50,13 @@ from fp8debug.kernels.gpu.low_bit.scales import (
     scale_of,
     two_level_scales,
 )
+from fp8debug.kernels.gpu.quantize import statistics as of_fp8
 
+#: Slots of the results, in order: counts (int64), sums (FP64), maxima and minima (FP32); those of FP8, and of random rounding.
+COUNTS = (*of_fp8.COUNTS, "num_noise")
+SUMS = (*of_fp8.SUMS, "noise_sum", "noise_sum2", "noise_variance", "noise_repeat", "noise_repeat_variance")
+MAXIMA, MINIMA = of_fp8.MAXIMA, of_fp8.MINIMA
+NUM_COUNTS, NUM_SUMS = tl.constexpr(len(COUNTS)), tl.constexpr(len(SUMS))
 #: Numbers between two parts.
 PARTS = tl.constexpr(32)
 # Fields of a packed count: a tile has fewer elements than a field holds.
@@ -246,7 +252,7 @@ def low_bit_kernel(
             if WHOLE == 0:
                 lifted, lost = is_lifted(amax, inverse, eps, FORMAT, SCALE)
                 filled = amax > 0.0
-                counts = filled & (inverse != 0.0)
+                counts = filled & (lost == 0)
                 word = packed(block_inside & (amax == 0.0), lifted, counts, lifted & (lifted == 0))
                 n8 += field(word, 0)
                 n9 += field(word, 1)
@@ -310,7 +316,7 @@ def finish_low_bit_kernel(
     partials, words, scale_invs, num_programs, numel, num_blocks, eps, WHOLE: tl.constexpr, FORMAT: tl.constexpr,
     SCALE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Partials ``[programs, 32]`` -> the slots of ``plan.SLOTS``: 14 counts, 13 sums (FP64), 8 extremes (FP32)."""
+    """Partials ``[programs, 32]`` -> the slots of ``COUNTS``, ``SUMS`` (FP64), ``MAXIMA`` and ``MINIMA`` (FP32)."""
     n = tl.arange(0, 32)
     summed = tl.zeros([CHUNK, 32], tl.float64)
     most = tl.full([CHUNK, 32], float("-inf"), tl.float64)
@@ -332,7 +338,7 @@ def finish_low_bit_kernel(
         inverse = tl.load(scale_invs) + tl.zeros([1], tl.float32)
         filled = amax32 > 0.0
         lifted, lost = is_lifted(amax32, inverse, eps, FORMAT, SCALE)
-        counts = filled & (inverse != 0.0)
+        counts = filled & (lost == 0)
         one = tl.full([1], 1.0, tl.float64)
         zero_blocks = tl.sum(tl.where(filled, 0.0, one), axis=0)
         eps_blocks = tl.sum(tl.where(lifted, one, 0.0), axis=0)
@@ -347,7 +353,6 @@ def finish_low_bit_kernel(
         signal = one_of32(s, 12)
         nmse = tl.where(signal > 0.0, one_of32(s, 16) / tl.where(signal > 0.0, signal, 1.0), float("-inf"))
         span = tl.where(amax > 0.0, amax / tl.where(amax > 0.0, amin, 1.0), 0.0)
-    # Counts, in the order of metrics.elements, rounding, scale, scale_spread and noise.
     c = s * 0.0
     c = tl.where(n == 0, c + numel, c)
     c = tl.where(n == 1, one_of32(s, 0), c)
@@ -364,13 +369,13 @@ def finish_low_bit_kernel(
     c = tl.where(n == 12, scales, c)
     c = tl.where(n == 13, one_of32(s, 7), c)
     tl.store(words + n, c.to(tl.int64), n < 14)
-    sums = (words + 14).to(tl.pointer_type(tl.float64))
+    sums = (words + NUM_COUNTS).to(tl.pointer_type(tl.float64))
     tl.store(sums + n - 11, s, (n >= 11) & (n < 17))
     tl.store(sums + 6, log2)
     tl.store(sums + 7, square)
     tl.store(sums + n - 11, s, (n >= 19) & (n < 22))
     tl.store(sums + n, s * 0.0, (n >= 11) & (n < 13))  # repeats, which are the observer's
-    extremes = (words + 27).to(tl.pointer_type(tl.float32))
+    extremes = (words + NUM_COUNTS + NUM_SUMS).to(tl.pointer_type(tl.float32))
     tl.store(extremes, amax.to(tl.float32))
     tl.store(extremes + 1, one_of32(big, 23).to(tl.float32))
     tl.store(extremes + 2, inv_max.to(tl.float32))

@@ -17,11 +17,20 @@ from fp8debug.formats import FORMATS, GRANULARITIES, OF_TORCH_DTYPE, SCALE_FORMA
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import launch
 from fp8debug.kernels.gpu.low_bit import scales as ls
-from fp8debug.kernels.gpu.low_bit.kernel import PARTS, finish_low_bit_kernel, low_bit_kernel, totals_kernel
+from fp8debug.kernels.gpu.low_bit.kernel import (
+    COUNTS,
+    MAXIMA,
+    MINIMA,
+    PARTS,
+    SUMS,
+    finish_low_bit_kernel,
+    low_bit_kernel,
+    totals_kernel,
+)
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
 from fp8debug.kernels.gpu.quantize.tiling import ACROSS, Job, cut, num_sms, scale_memory
 from fp8debug.kernels.reference import as_cast_reads
-from fp8debug.kernels.slot_rows import Slots
+from fp8debug.kernels.slot_rows import RowLayout, SlotGroup, Slots
 from fp8debug.metrics import Source
 from fp8debug.metrics.elements import Elements
 from fp8debug.metrics.error import Error
@@ -36,19 +45,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE, _COLUMNS, _THREAD = 2048, 128, 8
 #: Programs for each multiprocessor without statistics and with them, whose registers of a thread are bounded.
 _PROGRAMS_PER_SM, _REGISTERS = (8, 4), 128
-#: Slots that the kernel fills, in the order of its results: int64, FP64, and FP32 that the maximum and the minimum join.
-COUNTS = (
-    *("numel", "num_zero", "num_nan", "num_inf", "num_actual_nonfinite", "num_underflow", "num_subnormal", "num_saturated"),
-    *("num_blocks", "num_zero_blocks", "num_eps_blocks", "num_tensors", "num_scales", "num_noise"),
+#: How the kernel's results lie in its words, and how many there are.
+_EXTREMES_AT = 8 * (len(COUNTS) + len(SUMS))
+_LAYOUT = RowLayout(
+    SlotGroup(COUNTS, torch.int64, 0),
+    SlotGroup(SUMS, torch.float64, 8 * len(COUNTS)),
+    SlotGroup(MAXIMA, torch.float32, _EXTREMES_AT, "max"),
+    SlotGroup(MINIMA, torch.float32, _EXTREMES_AT + 4 * len(MAXIMA), "min"),
 )
-SUMS = (
-    *("sum_x", "sum_x2", "sum_y2", "sum_xy", "sum_err", "sum_err2", "scale_inv_sum_log2", "scale_inv_sum2_log2"),
-    *("noise_sum", "noise_sum2", "noise_variance", "noise_repeat", "noise_repeat_variance"),
-)
-MAXIMA = ("amax", "max_abs_err", "scale_inv_max", "headroom", "worst_block_nmse", "max_block_range_log2")
-MINIMA = ("amin", "scale_inv_min")
-_GROUPS = ((COUNTS, torch.int64, 0), (SUMS, torch.float64, 14), (MAXIMA, torch.float32, 54), (MINIMA, torch.float32, 60))
-_WORDS = 31
+_WORDS = len(COUNTS) + len(SUMS) + (len(MAXIMA) + len(MINIMA)) // 2
 #: Slots of the tensor itself and of its error, which a cast with a Hadamard transform does not see as its kernel does.
 _UNTRANSFORMED = frozenset(slot.name for metric in (Elements, Magnitude, Error) for slot in metric.slots)
 _OF_NOISE = frozenset(slot.name for slot in Noise.slots)
@@ -214,8 +219,8 @@ def _slots(words: Tensor, cast: Cast) -> Slots:
     """Return the kernel's results by the names of their slots."""
     left_out = (_UNTRANSFORMED if cast.hadamard else frozenset()) | (_OF_NOISE if cast.rounding != "stochastic" else frozenset())
     found: Slots = {}
-    for names, dtype, first in _GROUPS:
-        numbers = words.view(dtype)[first : first + len(names)]
+    for group in _LAYOUT.groups:
+        names, numbers = group.names, group.of(words)
         kept = [i for i, name in enumerate(names) if name not in left_out]
         for start, stop in _runs(tuple(kept)):
             found[names[start:stop]] = numbers[start:stop]

@@ -4,11 +4,11 @@
 
 The slots of blocks where each row or column of a tensor is one, from what its tiles added to each (``store_parts``).
 
-Two small launches in place of some thirty torch ops: parts FP64 ``[programs, 8]``, then the slots, which overwrite what the
+Two small launches in place of some thirty torch ops: parts FP64 ``[programs, 16]``, then the slots, which overwrite what the
 second stage left there. Sums run in one order whatever the device does.
 
     0 zero blocks  1 eps blocks  2 log2 of scale_inv  3 largest scale_inv  4 minus the smallest
-    5 largest scaled magnitude  6 largest block nmse  7 largest block amax / amin
+    5 largest scaled magnitude  6 largest block nmse  7 largest block amax / amin  8 square of log2 of scale_inv
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def amax_kernel(
 
 #: Tiles of a line that are loaded at once, and lines of a program.
 TILES, LINES = 32, 32
+#: Numbers of a program's part.
+PARTS = tl.constexpr(16)
 
 
 @triton.jit
@@ -100,32 +102,37 @@ def blocks_kernel(memory, scale_inv, parts, n, tiles, eps, top, TILES: tl.conste
     usable = inside & (signal != 0.0)
     ratio = tl.where(usable, noise / tl.where(usable, signal, 1.0), -INF)
     wide = tl.where(filled, largest.to(tl.float64) / tl.where(filled, amin, 1.0).to(tl.float64), 0.0)
-    to = parts + tl.program_id(0) * 8
+    to = parts + tl.program_id(0) * PARTS
+    log2 = tl.math.log2(tl.where(filled, inv, 1.0).to(tl.float64))
     tl.store(to, tl.sum(zero.to(tl.float64), axis=0))
     tl.store(to + 1, tl.sum(lifted.to(tl.float64), axis=0))
-    tl.store(to + 2, tl.sum(tl.where(filled, tl.math.log2(inv.to(tl.float64)), 0.0), axis=0))
+    tl.store(to + 2, tl.sum(log2, axis=0))
     tl.store(to + 3, tl.max(tl.where(filled, inv, -INF), axis=0).to(tl.float64))
     tl.store(to + 4, tl.max(tl.where(filled, -inv, -INF), axis=0).to(tl.float64))
     tl.store(to + 5, tl.max(tl.where(filled, tl.div_rn(largest, inv), -INF), axis=0).to(tl.float64))
     tl.store(to + 6, tl.max(ratio, axis=0))
     tl.store(to + 7, tl.max(wide, axis=0))
+    tl.store(to + 8, tl.sum(log2 * log2, axis=0))
 
 
 @triton.jit
-def finish_blocks_kernel(parts, counts, sums, maxima, minima, num_programs, top, CHUNK: tl.constexpr):
+def finish_blocks_kernel(parts, counts, sums, maxima, minima, num_blocks, num_programs, top, CHUNK: tl.constexpr):
     """Write the slots of one cast."""
-    n = tl.arange(0, 8)
-    summed = tl.zeros([CHUNK, 8], tl.float64)
-    most = tl.full([CHUNK, 8], -INF, tl.float64)
+    n = tl.arange(0, PARTS)
+    summed = tl.zeros([CHUNK, PARTS], tl.float64)
+    most = tl.full([CHUNK, PARTS], -INF, tl.float64)
     for start in range(0, num_programs, CHUNK):
         program = start + tl.arange(0, CHUNK)[:, None]
-        values = tl.load(parts + program * 8 + n[None, :], program < num_programs, 0.0)
+        inside = (program < num_programs) & (n < 9)[None, :]
+        values = tl.load(parts + program * PARTS + n[None, :], inside, 0.0)
         summed += values
-        most = tl.maximum(most, tl.where(program < num_programs, values, -INF))
+        most = tl.maximum(most, tl.where(inside, values, -INF))
     total = tl.sum(summed, axis=0)
     greatest = tl.max(most, axis=0)
     tl.store(counts + 9 + n, total.to(tl.int64), n < 2)
+    tl.store(counts + 12, num_blocks - one_of(total, 0).to(tl.int64))
     tl.store(sums + 6, one_of(total, 2))
+    tl.store(sums + 7, one_of(total, 8))
     tl.store(maxima + 2, one_of(greatest, 3).to(tl.float32))
     tl.store(maxima + 3, tl.div_rn(one_of(greatest, 5).to(tl.float32), top))
     tl.store(maxima + 4, one_of(greatest, 6).to(tl.float32))
@@ -149,7 +156,7 @@ def finish_lines(
         slots: counts, sums, maxima and minima of the cast, as ``statistics`` orders them.
     """
     programs = -(-n // LINES)
-    parts = memory.new_empty(programs * 8, dtype=slots[1].dtype)
+    parts = memory.new_empty(programs * PARTS.value, dtype=slots[1].dtype)
     tiles = (memory.numel() // n - 1) // 3
     launch(blocks_kernel, (programs,), (memory, scale_inv, parts, n, tiles, eps, top), (TILES, LINES), num_warps=4)
-    launch(finish_blocks_kernel, (1,), (parts, *slots, programs, top), (64,), num_warps=4)
+    launch(finish_blocks_kernel, (1,), (parts, *slots, n, programs, top), (64,), num_warps=4)

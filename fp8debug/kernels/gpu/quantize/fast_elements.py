@@ -70,9 +70,10 @@ def add_two(a, b, c, d):
 
 
 @triton.jit
-def add_all(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10):
-    """Eleven sums at once."""
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7, a8 + b8, a9 + b9, a10 + b10
+def add_all(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11):
+    """Twelve sums at once."""
+    low = a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+    return low[0], low[1], low[2], low[3], low[4], low[5], a6 + b6, a7 + b7, a8 + b8, a9 + b9, a10 + b10, a11 + b11
 
 
 @triton.jit
@@ -147,9 +148,9 @@ def nothing_yet(R: tl.constexpr):
     wide = none.to(tl.float64)
     return (
         wide, wide, wide, wide, wide,  # x, x^2, y^2, err, err^2
-        real, real, real, real - INF, real,  # max err, scaled magnitude, log2 of scale_inv's mantissas, nmse, amax / amin
-        real + INF, real + INF, none,  # amin, smallest amax, BF16 bits of the largest
-        none, none, none, none,  # zeros | codes of zero, small codes, zero | eps blocks, exponents of scale_inv
+        real, real, wide, real - INF, real,  # max err, scaled magnitude, log2 of scale_inv, nmse, amax / amin
+        real + INF, none + 0x7F0000,  # amin, BF16 bits of the largest amax and, above them, 0x7FFF minus the smallest's
+        none, none, none, wide,  # zeros | codes of zero, small codes, zero | eps blocks, square of log2 of scale_inv
     )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def cast_words(
     statistics: tl.constexpr = SPEC[5]
     least_normal: tl.constexpr = 6.103515625e-05 if e5m2 else 0.015625
     f64: tl.constexpr = tl.float64
-    (sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e) = found
+    (sx, sx2, sy2, se, se2, emax, head, logs, nmse, span, amin, seen, zeros, subnormal, blocks, squares) = found
     none = lane * 0
     real = none.to(tl.float32)
     amax = float_of(ends << 16)
@@ -209,10 +210,12 @@ def cast_words(
     else:
         scale_of_all = scale + real
         inv_of_all = inv + real
+    top = ends & 0xFFFF
+    both = tl.where(zero, 0x7F0000, 0x7FFF0000 - top * 0xFFFF) + none
     if statistics:
         least = 0x7FFF - (ends >> 16)
         few = float_of(least << 16) * scale < least_normal
-        rest = tl.where(zero, 0x7F80, ends & 0xFFFF)
+        rest = tl.where(zero, 0x7F80, top)
         x1, x2, y2, e1, e2, most, counts, below, nonzero_least = described(
             v, scale_of_all, at, inv_of_all, few.to(tl.int32) + none, rest + none, e5m2, store, OWN
         )  # fmt: skip
@@ -231,7 +234,7 @@ def cast_words(
             sx += x1.to(f64)
             sx2 += x2.to(f64)
             amin = tl.minimum(amin, low)
-        seen = tl.maximum(seen, ends & 0xFFFF)
+        seen = larger_halves(seen, both)
         sy2 += y2.to(f64)
         se += e1.to(f64)
         se2 += e2.to(f64)
@@ -239,33 +242,34 @@ def cast_words(
         zeros += counts
         subnormal += below
         if COUNTED:
-            outside = ((smallest_here < window) | ((ends & 0xFFFF) >= window + WINDOW)) & (zero == 0)
+            outside = ((smallest_here < window) | (top >= window + WINDOW)) & (zero == 0)
             count_words(v, window + none, outside.to(tl.int32), table.to(tl.int64) + none)
         span = tl.maximum(span, quotient(amax + real, low))
         head = tl.maximum(head, quotient(amax, inv))
-        small = tl.minimum(small, tl.where(zero, INF, amax))
         blocks += tl.where(zero, 1, tl.where(amax < eps, 65536, 0))
         bits = bits_of(inv)
-        log2e += (bits >> 23) - 127
         mantissa = float_of((bits & 0x7FFFFF) | 0x3F800000)
-        log2m += tl.inline_asm_elementwise(LOG2, "=f,f", [mantissa], dtype=tl.float32, is_pure=True, pack=1)
+        log2m = tl.inline_asm_elementwise(LOG2, "=f,f", [mantissa], dtype=tl.float32, is_pure=True, pack=1)
+        # In FP64, or the rounding of a sum would be a spread of equal scales.
+        log2 = ((bits >> 23) - 127).to(f64) + log2m.to(f64)
+        logs += log2
+        squares += log2 * log2
     else:
         encoded(v, scale_of_all, at, e5m2)
         if HALVES == 2:
             encoded(u, scale_of_all, at + lower, e5m2)
-        small = tl.minimum(small, tl.where(zero, INF, amax))
-        seen = tl.maximum(seen, ends & 0xFFFF)
+        seen = larger_halves(seen, both)
         x2, e2 = real, real
-    found = sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e
+    found = sx, sx2, sy2, se, se2, emax, head, logs, nmse, span, amin, seen, zeros, subnormal, blocks, squares
     return found, x2, e2
 
 
 @triton.jit
 def with_noise(found, signal, noise):
     """Running statistics of a thread, with sums of x^2 and err^2 of a block."""
-    (sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e) = found
+    (sx, sx2, sy2, se, se2, emax, head, logs, nmse, span, amin, seen, zeros, subnormal, blocks, squares) = found
     nmse = tl.maximum(nmse, about(noise, tl.maximum(signal, 1.0e-37)))
-    return sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e
+    return sx, sx2, sy2, se, se2, emax, head, logs, nmse, span, amin, seen, zeros, subnormal, blocks, squares
 
 
 @triton.jit
@@ -277,24 +281,24 @@ def in_line(v):
 @triton.jit
 def all_found(found, SPEC: tl.constexpr, COPIES: tl.constexpr):
     """Statistics of a cast in one program, of ``COPIES`` threads a block: counts, sums and maxima as ``summary`` does."""
-    (sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e) = found
-    f64: tl.constexpr = tl.float64
+    (sx, sx2, sy2, se, se2, emax, head, logs, nmse, span, amin, seen, zeros, subnormal, blocks, squares) = found
     real = (zeros * 0).to(tl.float32)
+    small, seen = float_of((0x7FFF - (seen >> 16)) << 16), seen & 0xFFFF
     if SPEC[5]:
-        x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted = tl.reduce(
-            (sx, sx2, sy2, se, se2, log2e.to(f64) + log2m.to(f64), zeros & 0xFFFF, zeros >> 16, subnormal, blocks & 0xFFFF,
-             blocks >> 16),
+        x1, x2, y2, e1, e2, log2, square, num_zero, zero_codes, below, no_amax, lifted = tl.reduce(
+            (sx, sx2, sy2, se, se2, logs, squares, zeros & 0xFFFF, zeros >> 16, subnormal, blocks & 0xFFFF, blocks >> 16),
             None, add_all,
         )  # fmt: skip
-        logs = logs * (1.0 / COPIES)
+        log2 = log2 * (1.0 / COPIES)
+        square = square * (1.0 / COPIES)
         most, headroom, worst, widest, least, smallest, greatest = tl.reduce(
             (emax, head, nmse, span, amin, small + real, seen + real.to(tl.int32)), None, extremes_of
         )  # fmt: skip
     else:
-        x1, x2, y2, e1, e2, logs = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+        x1, x2, y2, e1, e2, log2, square = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         num_zero, zero_codes, below, no_amax, lifted = 0, 0, 0, 0, 0
         most, headroom, worst, widest, least = 0.0, 0.0, 0.0, 0.0, 0.0
         smallest, greatest = tl.reduce((small + real, seen + real.to(tl.int32)), None, smaller_and_larger)
     top_seen = tl.where(greatest >= 0x7F80, INF, float_of(greatest << 16))
-    return (x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
+    return (x1, x2, y2, e1, e2, log2, square, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
             smallest, top_seen)  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, LOAD_TRANSPOSED, scale_of
 from fp8debug.kernels.gpu.quantize.fast_blocks import block_tiles
 from fp8debug.kernels.gpu.quantize.fast_tiles import fast_tiles
-from fp8debug.kernels.gpu.quantize.statistics import finish_slots, joined
+from fp8debug.kernels.gpu.quantize.statistics import finish_row, joined
 from fp8debug.kernels.gpu.quantize.tile_cast import KIND_NONE, KIND_ROW, KIND_TILE, SAFE_ABOVE, SAFE_BELOW, one_of, summary
 from fp8debug.kernels.gpu.quantize.tile_kernel import all_tiles
 
@@ -39,7 +39,7 @@ def safe_part(c, s, m, elements, num_blocks, first, eps, SPEC: tl.constexpr):
     p = tl.where(n == 9, one_of(c, 7), tl.where(n == 10, one_of(s, 0), tl.where(n == 11, first.to(f64), p)))
     p = tl.where(n == 12, one_of(s, 1), tl.where(n == 13, one_of(s, 2), tl.where(n == 14, one_of(s, 3), p)))
     p = tl.where(n == 15, one_of(s, 4), tl.where(n == 16, one_of(s, 5), tl.where(n == 17, one_of(s, 6), p)))
-    p = tl.where(n == 18, one_of(s, 7), p)
+    p = tl.where(n == 18, one_of(s, 7), tl.where(n == 19, one_of(m, 2), p))
     none = smallest == INF
     inf = tl.full([], INF, tl.float32)
     inv_max = tl.where(none, -inf, scale_inv_for(tl.where(none, 1.0, amax), eps, SPEC))
@@ -53,7 +53,7 @@ def safe_part(c, s, m, elements, num_blocks, first, eps, SPEC: tl.constexpr):
 @triton.jit
 def is_beyond(found, STATISTICS: tl.constexpr):
     """Say whether the fast pass, of which ``all_found`` says this, left the range in which it is exact."""
-    _, x2, y2, _, _, _, _, _, _, _, _, most, _, _, widest, _, smallest, amax = found
+    _, x2, y2, _, _, _, _, _, _, _, _, _, most, _, _, widest, _, smallest, amax = found
     if STATISTICS:
         bad = (amax < SAFE_ABOVE) == 0
         bad = bad | (most > SAFE_ABOVE) | ((most > 0.0) & (most < SAFE_BELOW * 0.0625)) | (smallest < SAFE_BELOW)
@@ -70,8 +70,8 @@ def fast_part(found, elements, num_blocks, first, eps, SPEC: tl.constexpr, COPIE
     """
     f64: tl.constexpr = tl.float64
     top: tl.constexpr = 57344.0 if SPEC[2] else 448.0
-    (x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least, smallest,
-     amax) = found  # fmt: skip
+    (x1, x2, y2, e1, e2, log2, square, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
+     smallest, amax) = found  # fmt: skip
     n = tl.arange(0, 32)
     counts = tl.where(n == 0, elements, tl.where(n == 1, num_zero, tl.where(n == 5, zero_codes - num_zero, 0)))
     counts = tl.where(n == 6, below - zero_codes, tl.where(n == 8, num_blocks, tl.where(n == 11, first.to(tl.int32), counts)))
@@ -79,7 +79,8 @@ def fast_part(found, elements, num_blocks, first, eps, SPEC: tl.constexpr, COPIE
     share: tl.constexpr = 1.0 / COPIES
     p = tl.where(n == 9, no_amax.to(f64) * share, tl.where(n == 10, lifted.to(f64) * share, p))
     p = tl.where(n == 12, x1, tl.where(n == 13, x2, tl.where(n == 14, y2, p)))
-    p = tl.where(n == 15, (x2 + y2 - e2) * 0.5, tl.where(n == 16, e1, tl.where(n == 17, e2, tl.where(n == 18, logs, p))))
+    p = tl.where(n == 15, (x2 + y2 - e2) * 0.5, tl.where(n == 16, e1, tl.where(n == 17, e2, tl.where(n == 18, log2, p))))
+    p = tl.where(n == 19, square, p)
     inf = tl.full([], INF, tl.float32)
     none = smallest == INF
     inv_max, inv_min = tl.where(none, -inf, scale_inv_for(amax, eps, SPEC)), scale_inv_for(smallest, eps, SPEC)
@@ -88,13 +89,6 @@ def fast_part(found, elements, num_blocks, first, eps, SPEC: tl.constexpr, COPIE
     extreme = tl.where(n == 24, tl.where(none, -inf, worst), tl.where(n == 25, widest, extreme))
     extreme = tl.where(n == 26, -least, tl.where(n == 27, tl.where(none, -inf, -inv_min), extreme))
     return tl.where(n < 20, p, extreme.to(f64))
-
-
-@triton.jit
-def finish_row(words, total, most):
-    """Write a row of ``slot_rows`` from what ``joined`` returns for all parts."""
-    reals = words.to(tl.pointer_type(tl.float32)) + 40
-    finish_slots(words, words.to(tl.pointer_type(tl.float64)) + 12, reals, reals + 6, total, most)
 
 
 @triton.jit

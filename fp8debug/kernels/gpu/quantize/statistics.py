@@ -5,13 +5,13 @@
 Columns of a partial, FP64, in which counts below 2^53 are exact:
 
     sums     0 zeros  1 NaN  2 Inf  3 made nonfinite  4 nonzero codes  5 normal codes  6 saturated  7 zero blocks
-             8 eps blocks  9 x  10 x^2  11 y^2  12 xy  13 err  14 err^2  15 log2 of scale_inv
-    maxima  16 amax  17 abs err  18 amax  19 scaled magnitude  20 block nmse  21 block amax / amin
+             8 eps blocks  9 x  10 x^2  11 y^2  12 xy  13 err  14 err^2  15 log2 of scale_inv  18 its square
+    maxima  16 amax  17 abs err  19 scaled magnitude  20 block nmse  21 block amax / amin
             22 minus the smallest block amax above 0  23 minus amin
 
 The tiles' padding counts as zeros; the host knows how much there is. A finished part, of the fast kernel, ``[programs, 32]``,
-holds slots instead: counts in 0 to 11, sums in 12 to 18, maxima in 20 to 25 (the block range as amax / amin) and minima
-negated in 26 and 27.
+holds slots instead: counts in 0 to 11 (num_scales follows from them), sums in 12 to 19, maxima in 20 to 25 (the block range as
+amax / amin) and minima negated in 26 and 27.
 
 The exponent histogram in the pass that reads the tensor: one private column of counters per thread in shared memory.
 
@@ -103,14 +103,22 @@ pass
 
 #: Parts are finished: ``grid`` of such a cast.
 FINISHED = tl.constexpr(-2)
+#: Columns of a cast's part, and of the parts of a program.
+COLUMNS_OF_PARTIALS = tl.constexpr(24)
+COLUMNS_OF_PROGRAM = tl.constexpr(3 * 24)
 #: Slots of the results, in order: counts (int64), sums (FP64), maxima and minima (FP32).
 COUNTS = (
     *("numel", "num_zero", "num_nan", "num_inf", "num_actual_nonfinite", "num_underflow", "num_subnormal", "num_saturated"),
-    *("num_blocks", "num_zero_blocks", "num_eps_blocks", "num_tensors"),
+    *("num_blocks", "num_zero_blocks", "num_eps_blocks", "num_tensors", "num_scales"),
 )
-SUMS = ("sum_x", "sum_x2", "sum_y2", "sum_xy", "sum_err", "sum_err2", "scale_inv_sum_log2")
+SUMS = ("sum_x", "sum_x2", "sum_y2", "sum_xy", "sum_err", "sum_err2", "scale_inv_sum_log2", "scale_inv_sum2_log2")
 MAXIMA = ("amax", "max_abs_err", "scale_inv_max", "headroom", "worst_block_nmse", "max_block_range_log2")
 MINIMA = ("amin", "scale_inv_min")
+NUM_COUNTS, NUM_SUMS = tl.constexpr(len(COUNTS)), tl.constexpr(len(SUMS))
+NUM_MAXIMA, NUM_MINIMA = tl.constexpr(len(MAXIMA)), tl.constexpr(len(MINIMA))
+#: Where a row of words has its first maximum, in FP32 numbers, and the first minimum; sums follow on the counts.
+MAXIMA_AT = tl.constexpr(2 * (len(COUNTS) + len(SUMS)))
+MINIMA_AT = tl.constexpr(2 * (len(COUNTS) + len(SUMS)) + len(MAXIMA))
 
 
 @triton.jit
@@ -169,7 +177,7 @@ def joined(partials, first, count, CHUNK: tl.constexpr):
     for start in range(0, count, CHUNK):
         part = tl.expand_dims(start + tl.arange(0, CHUNK), 1)
         values = tl.load(partials + (first + part) * 32 + n, (part < count) & (n < 28), 0.0)
-        total += tl.where(n < 19, values, 0.0)
+        total += tl.where(n < 20, values, 0.0)
         most = tl.maximum(most, tl.where(part < count, values, float("-inf")))
     return tl.sum(total, axis=0), tl.max(most, axis=0)
 
@@ -179,12 +187,21 @@ def finish_slots(counts, sums, maxima, minima, total, most):
     """Write the slots of a cast from what ``joined`` returns for all of its parts."""
     n = tl.arange(0, 32)
     tl.store(counts + n, total.to(tl.int64), n < 12)
-    tl.store(sums + n - 12, total, (n > 11) & (n < 19))
+    num_scales = tl.sum(tl.where(n == 8, total, tl.where(n == 9, -total, 0.0)), axis=0)
+    tl.store(counts + 12, num_scales.to(tl.int64))
+    tl.store(sums + n - 12, total, (n > 11) & (n < 20))
     span = tl.where((n == 25) & (most > 0.0), most, 1.0)
     widest = tl.where(most > 0.0, tl.math.log2(span), float("-inf"))
     most = tl.where(n == 25, widest, most)
     tl.store(maxima + n - 20, most.to(tl.float32), (n > 19) & (n < 26))
     tl.store(minima + n - 26, -most.to(tl.float32), (n > 25) & (n < 28))
+
+
+@triton.jit
+def finish_row(words, total, most):
+    """Write a row of ``slot_rows`` from what ``joined`` returns for all parts."""
+    sums, reals = words.to(tl.pointer_type(tl.float64)) + NUM_COUNTS, words.to(tl.pointer_type(tl.float32))
+    finish_slots(words, sums, reals + MAXIMA_AT, reals + MINIMA_AT, total, most)
 
 
 @triton.jit
@@ -210,14 +227,17 @@ def reduce_parts(
     n8 = tl.expand_dims(tl.arange(0, 8), 0)
     counted = tl.zeros([CHUNK, 8], tl.float64)
     summed = tl.zeros([CHUNK, 8], tl.float64)
+    squared = tl.zeros([CHUNK, 8], tl.float64)
     most = tl.full([CHUNK, 8], float("-inf"), tl.float64)
     for start in range(0, num_programs, CHUNK):
         program = tl.expand_dims(start + tl.arange(0, CHUNK), 1)
         inside = program < num_programs
-        at = partials + program * 72 + cast * 24 + n8
+        at = partials + program * COLUMNS_OF_PROGRAM + cast * COLUMNS_OF_PARTIALS + n8
         counted += tl.load(at, inside, 0.0)
         summed += tl.load(at + 8, inside, 0.0)
-        most = tl.maximum(most, tl.load(at + 16, inside, float("-inf")))
+        found = tl.load(at + 16, inside, float("-inf"))
+        squared += tl.where(inside & (n8 == 2), found, 0.0)
+        most = tl.maximum(most, found)
     s = tl.sum(counted, axis=0)
     t = tl.sum(summed, axis=0)
     big = tl.max(most, axis=0)
@@ -227,6 +247,7 @@ def reduce_parts(
     zero_blocks = one_of(s, 7) - (grid - num_blocks)
     eps_blocks = one_of(t, 0)
     sum_log2 = one_of(t, 7)
+    sum2_log2 = one_of(tl.sum(squared, axis=0), 2)
     amax = one_of(big, 0)
     amin = -one_of(big, 7)
     head = one_of(big, 3)
@@ -247,6 +268,7 @@ def reduce_parts(
         lifted = ((amax32 < eps) | (tl.div_rn(top, amax32) == float("inf"))) & (grid == 0)
         eps_blocks = tl.where(zero, 0.0, lifted.to(tl.float64))
         sum_log2 = tl.where(zero, 0.0, tl.math.log2(inv.to(tl.float64)))
+        sum2_log2 = sum_log2 * sum_log2
         inv_max = tl.where(zero, float("-inf"), inv.to(tl.float64))
         inv_min = tl.where(zero, float("inf"), inv.to(tl.float64))
         head = tl.where(zero, float("-inf"), tl.div_rn(amax32, inv).to(tl.float64))
@@ -266,19 +288,24 @@ def reduce_parts(
     c = tl.where(n == 9, zero_blocks, c)
     c = tl.where(n == 10, eps_blocks, c)
     c = tl.where(n == 11, 1.0, c)
-    tl.store(counts + cast * 12 + n, c.to(tl.int64), n < 12)
+    c = tl.where(n == 12, num_blocks - zero_blocks, c)
+    tl.store(counts + cast * NUM_COUNTS + n, c.to(tl.int64), n < 13)
     of = tl.arange(0, 8)
-    tl.store(sums + cast * 7 + of - 1, t, (of > 0) & (of < 7))
-    tl.store(sums + cast * 7 + 6, sum_log2)
-    tl.store(maxima + cast * 6, amax.to(tl.float32))
-    tl.store(maxima + cast * 6 + 1, one_of(big, 1).to(tl.float32))
-    tl.store(maxima + cast * 6 + 2, inv_max.to(tl.float32))
-    tl.store(maxima + cast * 6 + 3, tl.minimum(tl.div_rn(head.to(tl.float32), top), FLOAT32_MAX))
-    tl.store(maxima + cast * 6 + 4, nmse.to(tl.float32))
+    sums += cast * NUM_SUMS
+    tl.store(sums + of - 1, t, (of > 0) & (of < 7))
+    tl.store(sums + 6, sum_log2)
+    tl.store(sums + 7, sum2_log2)
+    maxima += cast * NUM_MAXIMA
+    minima += cast * NUM_MINIMA
+    tl.store(maxima, amax.to(tl.float32))
+    tl.store(maxima + 1, one_of(big, 1).to(tl.float32))
+    tl.store(maxima + 2, inv_max.to(tl.float32))
+    tl.store(maxima + 3, tl.minimum(tl.div_rn(head.to(tl.float32), top), FLOAT32_MAX))
+    tl.store(maxima + 4, nmse.to(tl.float32))
     widest = tl.math.log2(tl.where(ratio > 0.0, ratio, 1.0))
-    tl.store(maxima + cast * 6 + 5, tl.where(ratio > 0.0, widest, float("-inf")).to(tl.float32))
-    tl.store(minima + cast * 2, amin.to(tl.float32))
-    tl.store(minima + cast * 2 + 1, inv_min.to(tl.float32))
+    tl.store(maxima + 5, tl.where(ratio > 0.0, widest, float("-inf")).to(tl.float32))
+    tl.store(minima, amin.to(tl.float32))
+    tl.store(minima + 1, inv_min.to(tl.float32))
 
 
 @triton.jit
@@ -293,7 +320,7 @@ def reduce_histogram(partials, histograms, log2_hist, num_programs, first, CHUNK
         inside = program < num_programs
         at = histograms + program * THREADS + first + n8
         total += tl.load(at, inside, 0).to(tl.int64) + tl.load(at + BINS, inside, 0).to(tl.int64)
-        strange += tl.load(partials + program * 72 + n8, inside, 0.0)
+        strange += tl.load(partials + program * COLUMNS_OF_PROGRAM + n8, inside, 0.0)
     counted = tl.sum(total, axis=0)
     s = tl.sum(strange, axis=0)
     counted -= tl.where(bin == 0, one_of(s, 0), 0.0).to(tl.int64)

@@ -166,7 +166,7 @@ def empty_cast(R: tl.constexpr, L: tl.constexpr):
     return (
         wide, wide, wide, wide, wide, wide,  # x, x^2, y^2, xy, err, err^2
         real, lane, lane, lane, lane,  # max err, nonzero codes, normal codes, saturated, made
-        lane, lane, lane, real,  # zero blocks, eps blocks, log2 of scale_inv: exponents and mantissas
+        lane, lane, wide, wide,  # zero blocks, eps blocks, log2 of scale_inv and its square
         real - INF, real - INF, wide, real + INF,  # scaled magnitude, nmse, amax / amin, smallest amax > 0
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def add_tile(
     kind: tl.constexpr = SPEC[0]
     e5m2: tl.constexpr = SPEC[2]
     (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks,
-     log2_exponent, log2_mantissa, head, nmse, wide, small) = acc  # fmt: skip
+     logs, squares, head, nmse, wide, small) = acc  # fmt: skip
     d0, d1, d2, d3 = unpack(word, e5m2, NATIVE and not SAFE)
     a0, y0, e0, m0 = observed(x0, d0, v0, SAFE)
     a1, y1, e1, m1 = observed(x1, d1, v1, SAFE)
@@ -284,10 +284,11 @@ def add_tile(
         eps_blocks += folded(lifted.to(tl.int32), kind, 0)
         # A zero block adds nothing: its scale_inv is 1 (else it is masked), its other values are 0.
         exponent, mantissa = log2_parts(scale_inv)
+        log2 = exponent.to(tl.float64) + mantissa.to(tl.float64)
         if SPEC[1] == FROM_SCALE_INV:
-            exponent, mantissa = tl.where(something, exponent, 0), tl.where(something, mantissa, 0.0)
-        log2_exponent += folded(exponent, kind, 0)
-        log2_mantissa += folded(mantissa, kind, 0)
+            log2 = tl.where(something, log2, 0.0)
+        logs += folded(log2, kind, 0)
+        squares += folded(log2 * log2, kind, 0)
         head = tl.maximum(head, folded(tl.div_rn(amax, scale_inv), kind, 1))
         span = tl.div_rn(amax, tl.where(something, amin, 1.0)).to(tl.float64)
         if SAFE:
@@ -300,7 +301,7 @@ def add_tile(
         wide = tl.maximum(wide, folded(span, kind, 1))
         small = tl.minimum(small, folded(tl.where(something, amax, INF), kind, 2))
     return (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks,
-     log2_exponent, log2_mantissa, head, nmse, wide, small)  # fmt: skip
+     logs, squares, head, nmse, wide, small)  # fmt: skip
 
 
 @triton.jit
@@ -313,26 +314,26 @@ def stack8(v0, v1, v2, v3, v4, v5, v6, v7):
 
 @triton.jit
 def summary(amax, amin, zeros, nans, infs, acc, KIND: tl.constexpr):
-    """Reduce a program's accumulators in one go: FP64 sums ``[8]`` twice, then maxima ``[8]`` (minima negated)."""
+    """Reduce a program's accumulators: FP64 sums ``[8]`` twice, then maxima ``[8]`` (minima negated), whose third is a sum."""
     (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks,
-     log2_exponent, log2_mantissa, head, nmse, wide, small) = acc  # fmt: skip
+     logs, squares, head, nmse, wide, small) = acc  # fmt: skip
     f64: tl.constexpr = tl.float64
     threads: tl.constexpr = amax.shape[0] * amax.shape[1]
     copies: tl.constexpr = amax.shape[0] if KIND == KIND_ROW else amax.shape[1] if KIND == KIND_COLUMN else threads
     part: tl.constexpr = 1.0 / copies  # a power of two
-    sum_log2 = (log2_exponent.to(f64) + log2_mantissa.to(f64)) * part
     counts = stack8(zeros.to(f64), nans.to(f64), infs.to(f64), num_made.to(f64), num_codes.to(f64), num_normal.to(f64),
                     num_sat.to(f64), zero_blocks.to(f64) * part)  # fmt: skip
-    sums = stack8(eps_blocks.to(f64) * part, sx, sx2, sy2, sxy, se, se2, sum_log2)
+    sums = stack8(eps_blocks.to(f64) * part, sx, sx2, sy2, sxy, se, se2, logs * part)
     bits = ((amin + 1) >> 1).to(tl.int32, bitcast=True)
     least = tl.where(bits == 0, INF, float_of(bits)).to(f64)
     top = tl.where(amax >= 0x7F800000, INF, float_of(amax)).to(f64)  # a maximum would lose a NaN
     most = stack8(top, emax.to(f64), top, head.to(f64), nmse.to(f64), wide, -small.to(f64), -least)
-    return tl.sum(counts, axis=0), tl.sum(sums, axis=0), tl.max(most, axis=0)
+    most = tl.where(tl.arange(0, 8) == 2, tl.sum(squares) * part, tl.max(most, axis=0))
+    return tl.sum(counts, axis=0), tl.sum(sums, axis=0), most
 
 
 @triton.jit
 def one_of(values, index: tl.constexpr):
-    """Return ``values[index]`` of eight as a scalar; NaN becomes Inf."""
+    """Return ``values[index]`` as a scalar; NaN becomes Inf."""
     values = tl.where(values == values, values, float("inf"))
-    return tl.max(tl.where(tl.arange(0, 8) == index, values, float("-inf")), axis=0)
+    return tl.max(tl.where(tl.arange(0, values.shape[0]) == index, values, float("-inf")), axis=0)

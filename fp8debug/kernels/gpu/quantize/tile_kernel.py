@@ -13,7 +13,14 @@ import triton.language as tl
 
 from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, bits_of, float_of, hidden, join4, load_quad, packed_extremes, unpack
 from fp8debug.kernels.gpu.quantize.amax import store_four
-from fp8debug.kernels.gpu.quantize.statistics import THREADS, count_exponents, start_histogram, store_histogram
+from fp8debug.kernels.gpu.quantize.statistics import (
+    COLUMNS_OF_PARTIALS,
+    COLUMNS_OF_PROGRAM,
+    THREADS,
+    count_exponents,
+    start_histogram,
+    store_histogram,
+)
 from fp8debug.kernels.gpu.quantize.tile_cast import (
     FROM_AMAX,
     FROM_SCALE_INV,
@@ -45,8 +52,6 @@ OUT_NONE = tl.constexpr(0)
 OUT_ROWS = tl.constexpr(1)
 OUT_COLUMNS = tl.constexpr(2)  # stored transposed, [columns, rows]
 OUT_TURNED = tl.constexpr(3)  # OUT_ROWS of a transposed tensor, scales of whole tiles as the tensor itself lies
-
-COLUMNS_OF_PARTIALS = tl.constexpr(24)
 
 
 @triton.jit
@@ -354,7 +359,7 @@ def tile_kernel(
         counts_b, sums_b, most_b = summary(amax, amin, zeros, nans, infs, acc_b, B[0])
         counts_c, sums_c, most_c = summary(amax, amin, zeros, nans, infs, acc_c, C[0])
     if STATS:
-        at = partials + tl.program_id(0) * (3 * COLUMNS_OF_PARTIALS)
+        at = partials + tl.program_id(0) * COLUMNS_OF_PROGRAM
         ok = bad == 0
         save(at, counts_a, sums_a, most_a, ok & (A[1] != FROM_SCALE_INV))
         if B[5]:

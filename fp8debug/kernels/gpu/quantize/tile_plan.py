@@ -78,7 +78,7 @@ class TilePlan:
         self._must_copy = x.stride(1) != 1 and x.shape[1] > 1
         self._made = None if made is None else forms_of(made)
         self._grid = grid.programs, 1, 1
-        self._size = grid.programs * MAX_CASTS * 24
+        self._size = grid.programs * ts.COLUMNS_OF_PROGRAM.value
         self._numbers = grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns
         self._casts = casts
         # What a plan keeps lives longer than the memory of a CUDA graph in which it is made; kernels read nothing there.
@@ -225,7 +225,7 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
         specs.append((kind, source, e5m2, ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
         memories.append(memory)
     native = is_native(device)
-    partials = nothing if not statistics else grid.x.new_empty(grid.programs, MAX_CASTS, 24, dtype=torch.float64)
+    partials = nothing if not statistics else grid.x.new_empty(grid.programs, ts.COLUMNS_OF_PROGRAM.value, dtype=torch.float64)
     counted = nothing
     if histogram:
         new = torch.empty if native else torch.zeros

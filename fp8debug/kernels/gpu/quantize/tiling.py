@@ -33,9 +33,9 @@ _LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP1
 #: How the statistics of one cast lie in a row of ``slot_rows``.
 OPERAND = RowLayout(
     SlotGroup(ts.COUNTS, torch.int64, 0),
-    SlotGroup(ts.SUMS, torch.float64, 96),
-    SlotGroup(ts.MAXIMA, torch.float32, 160, "max"),
-    SlotGroup(ts.MINIMA, torch.float32, 184, "min"),
+    SlotGroup(ts.SUMS, torch.float64, 8 * len(ts.COUNTS)),
+    SlotGroup(ts.MAXIMA, torch.float32, 4 * ts.MAXIMA_AT.value, "max"),
+    SlotGroup(ts.MINIMA, torch.float32, 4 * ts.MINIMA_AT.value, "min"),
 )
 
 

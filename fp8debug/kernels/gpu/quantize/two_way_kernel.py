@@ -128,13 +128,13 @@ def two_way_tiles(
 @triton.jit
 def either(first, a, b):
     """Running statistics of one of two casts in a thread, as ``nothing_yet`` orders it; the tensor's own are the first's."""
-    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, a16 = a
-    _, _, b2, b3, b4, b5, b6, b7, b8, b9, _, b11, b12, b13, b14, b15, b16 = b
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15 = a
+    _, _, b2, b3, b4, b5, b6, b7, b8, b9, _, b11, b12, b13, b14, b15 = b
     return (
         a0, a1, tl.where(first, a2, b2), tl.where(first, a3, b3), tl.where(first, a4, b4), tl.where(first, a5, b5),
         tl.where(first, a6, b6), tl.where(first, a7, b7), tl.where(first, a8, b8), tl.where(first, a9, b9), a10,
         tl.where(first, a11, b11), tl.where(first, a12, b12), tl.where(first, a13, b13), tl.where(first, a14, b14),
-        tl.where(first, a15, b15), tl.where(first, a16, b16),
+        tl.where(first, a15, b15),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from fp8debug.metrics import Source, slots
 from fp8debug.metrics.base import spread
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
-from tests.kernels.twins import Largest, by_kernels_with, of_kernels
+from tests.kernels.twins import Largest, assert_same_spread, by_kernels_with
 
 pytestmark = [
     pytest.mark.twins,
@@ -85,9 +85,10 @@ def check(x: torch.Tensor, cast: Cast, q: Quantized, layout: str = "") -> dict[s
     stored = Quantized(turned(stored.data) if "d" in layout else stored.data, stored.scale_inv)
     stored = Quantized(stored.data, turned(stored.scale_inv) if "s" in layout else stored.scale_inv)
     found = slots_of(describe(Source(turned(x) if "x" in layout else x), cast, stored))
-    wanted = of_kernels(reference.statistics(pair, "log2_hist"))
+    wanted = reference.statistics(pair, "log2_hist")
     assert found.keys() == wanted.keys()
     size = {"sum_x": pair.x64.abs().sum(), "sum_err": pair.error64.abs().sum(), "scale_inv_sum_log2": wanted["num_blocks"]}
+    size["scale_inv_sum2_log2"] = wanted["num_blocks"] + wanted["scale_inv_sum2_log2"]
     for name, slot in {name: slot for name, slot in slots().items() if name in wanted}.items():
         value, want = found[name].double(), wanted[name].double()
         if slot.kind == "float64" or name == "worst_block_nmse":
@@ -98,6 +99,7 @@ def check(x: torch.Tensor, cast: Cast, q: Quantized, layout: str = "") -> dict[s
             torch.testing.assert_close(value, want, rtol=1.2e-7, atol=0)
         else:
             assert torch.equal(value, want) or (value.isnan() and want.isnan()), (name, value.item(), want.item())
+    assert_same_spread(found, wanted)
     return found
 
 
@@ -282,7 +284,7 @@ def test_large_tensors(granularity: str) -> None:
     """Of the shapes of training; the reference runs there too, whose division by a number may be an ulp off."""
     x, cast = torch.randn(4096, 14336, device=DEVICE).bfloat16(), Cast(granularity=granularity)
     q = reference.quantize(x, cast)
-    statistics = of_kernels(reference.statistics(reference.operand_pair(x, cast, q), "log2_hist"))
+    statistics = reference.statistics(reference.operand_pair(x, cast, q), "log2_hist")
     wanted = {name: value.cpu() for name, value in statistics.items()}
     for data in (q.data, turned(q.data)):
         found = slots_of(describe(Source(x), cast, Quantized(data, q.scale_inv)))

@@ -20,6 +20,7 @@ from fp8debug.kernels.gpu.describe.what_if import observe
 from fp8debug.kernels.gpu.quantize.tile_plan import fast_plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Job, Statistics
 from fp8debug.kernels.gpu.scratch import flush
+from fp8debug.kernels.slot_rows import ROW_WORDS
 from fp8debug.recipes import Cast
 from tests.kernels.gpu.describe import test_value_counts as counting
 from tests.kernels.gpu.describe.test_value_counts import ALL, DEVICE
@@ -51,7 +52,7 @@ def test_one_tensor_by_many_programs(kind: str) -> None:
     """Whose counts and 1x128 cast are there already; three casts and the histogram, and then the histogram alone."""
     x, given = sample(kind, (16, 128)), torch.tensor([0.01], device=DEVICE)
     expected = reference.statistics(reference.operand_pair(x.cpu(), TILE, quantized(x, TILE)))
-    words, hist = torch.full((4, 24), -1, device=DEVICE), torch.full((64,), -1, device=DEVICE)
+    words, hist = torch.full((4, ROW_WORDS), -1, device=DEVICE), torch.full((64,), -1, device=DEVICE)
     for group in OPERAND.groups:
         group.of(words)[0] = torch.stack([expected[name] for name in group.names]).to(group.dtype)
     memory = torch.zeros(value_counts_split.TABLE_SIZE, dtype=torch.int32, device=DEVICE)
@@ -198,7 +199,7 @@ def test_casts_with_other_blocks_or_without_one_go_the_general_way() -> None:
 
 
 def test_rows_stand_in_the_order_of_the_casts() -> None:
-    words = torch.arange(4)[:, None].expand(4, 24)
+    words = torch.arange(4)[:, None].expand(4, ROW_WORDS)
     found = [observe_counted.in_order(words, blocks, 4)[:, 0].tolist() for blocks in range(4)]
     assert found == [[0, 1, 2, 3], [1, 0, 2, 3], [1, 2, 0, 3], [1, 2, 3, 0]]
     assert observe_counted.in_order(words, 1, 2)[:, 0].tolist() == [1, 0]

@@ -19,7 +19,7 @@ from fp8debug.kernels.gpu.scratch import flush
 from fp8debug.kernels.gpu.step_end import Joiner
 from fp8debug.kernels.reference import short_gemm
 from fp8debug.kernels.sampling import MIN_WIDE, SHARE_BLOCK, SHARE_GROUP, Sample
-from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout
+from fp8debug.kernels.slot_rows import HISTOGRAM, ROW_WORDS, RowLayout
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
@@ -284,7 +284,7 @@ def test_rows_of_words_join_the_state_by_their_rules() -> None:
     for _ in range(2):
         words: list[tuple[RowLayout, int, torch.Tensor]] = []
         for layout, row in ((OPERAND, 0), (RESULT, 2), (DAMAGE, 2), (HISTOGRAM, 0), (LINES, 0)):
-            value = torch.zeros(64 if layout is HISTOGRAM else 24, dtype=torch.int64)
+            value = torch.zeros(64 if layout is HISTOGRAM else ROW_WORDS, dtype=torch.int64)
             for group in layout.groups:
                 numbers = torch.randint(-50, 50, (group.size * len(group.names),), generator=generator)
                 group.of(value).copy_(numbers)

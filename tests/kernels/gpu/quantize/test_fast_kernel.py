@@ -16,6 +16,7 @@ from fp8debug.kernels.gpu.quantize.quantize import quantize
 from fp8debug.kernels.gpu.quantize.statistics import FINISHED, reduce_kernel
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Job
 from fp8debug.kernels.gpu.scratch import pool
+from fp8debug.kernels.slot_rows import ROW_WORDS
 from fp8debug.recipes import Cast
 from tests.kernels.gpu.quantize.test_tile_kernel import (
     DEVICE,
@@ -116,12 +117,13 @@ def test_finished_parts_are_summed_and_compared() -> None:
     parts = torch.randint(1, 100, (21, 32), device=DEVICE).double()
     parts[:, 25], parts[3, 25] = 4.0, 8.0  # amax / amin
     slots = parts[:, :28]
-    row, nothing = torch.zeros(24, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
+    row, nothing = torch.zeros(ROW_WORDS, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
     into = [group.of(row) for group in OPERAND.groups]
     numbers = [1, 1, 1, FINISHED.value, 1, 1, 0.0, 0.0, 0.0, 448.0, 448.0, 448.0, 0, 0, 0, 1.0, 1.0, 1.0]
     reduce_kernel[(1,)](parts, nothing, *into, into[0], 21, 1, 99, 0, nothing, nothing, nothing, *numbers, 16, False, num_warps=8)
     counts, sums, maxima, minima = (group.of(row).double() for group in OPERAND.groups)
-    assert torch.equal(counts, slots[:, :12].sum(0)) and torch.equal(sums, slots[:, 12:19].sum(0))
+    num_scales = slots[:, 8:9].sum(0) - slots[:, 9:10].sum(0)
+    assert torch.equal(counts, torch.cat([slots[:, :12].sum(0), num_scales])) and torch.equal(sums, slots[:, 12:20].sum(0))
     assert torch.equal(maxima[:5], slots[:, 20:25].amax(0)) and maxima[5] == 3
     assert torch.equal(minima, -slots[:, 26:].amax(0))
 

@@ -45,7 +45,10 @@ def test_the_blocks_of_lines(lines: int, tiles: int, empty: str) -> None:
         assert sums["scale_inv_sum_log2"] == 0.0 and minima["scale_inv_min"] == math.inf
         assert {maxima[name] for name in MAXIMA[2:]} == {-math.inf}
         return
-    assert sums["scale_inv_sum_log2"] == pytest.approx(float(scale_inv[filled].double().log2().sum()), rel=1e-12)
+    log2 = scale_inv[filled].double().log2()
+    assert counts["num_scales"] == int(filled.sum())
+    assert sums["scale_inv_sum2_log2"] == pytest.approx(float(log2.square().sum()), rel=1e-12)
+    assert sums["scale_inv_sum_log2"] == pytest.approx(float(log2.sum()), rel=1e-12)
     assert maxima["scale_inv_max"] == float(scale_inv[filled].max()) and minima["scale_inv_min"] == float(scale_inv[filled].min())
     assert maxima["headroom"] == float((amax / scale_inv)[filled].max() / torch.tensor(TOP))
     signal, noise = parts[:, 0, filled].double().sum(0), parts[:, 1, filled].double().sum(0)

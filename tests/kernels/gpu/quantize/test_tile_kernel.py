@@ -17,7 +17,7 @@ from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Statistics
 from fp8debug.metrics import slots
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
-from tests.kernels.twins import of_kernels
+from tests.kernels.twins import assert_same_spread
 
 pytestmark = [
     pytest.mark.twins,
@@ -78,10 +78,11 @@ def assert_same_codes(q: Quantized, expected: Quantized, x: torch.Tensor) -> Non
 def assert_same_slots(found: dict[str, torch.Tensor], x: torch.Tensor, cast: Cast, expected: Quantized) -> None:
     found = {name: value.cpu() for name, value in found.items()}
     pair = reference.operand_pair(x.cpu(), cast, expected)
-    wanted = of_kernels(reference.statistics(pair))
+    wanted = reference.statistics(pair)
     x64, err = pair.x64.abs(), pair.error64.abs()
     scale = {"sum_x": x64.sum(), "sum_err": err.sum() + 1e-6 * x64.sum()}  # signed sums cancel
     scale["scale_inv_sum_log2"] = wanted["num_blocks"].double()
+    scale["scale_inv_sum2_log2"] = wanted["num_blocks"] + wanted["scale_inv_sum2_log2"]  # twice a logarithm's error, of its size
     for name, slot in slots().items():
         if name not in wanted or (name == "log2_hist" and name not in found):
             continue
@@ -93,6 +94,7 @@ def assert_same_slots(found: dict[str, torch.Tensor], x: torch.Tensor, cast: Cas
             assert torch.isclose(value, want, rtol=1.2e-7, atol=0), (name, value.item(), want.item())
         else:
             assert torch.equal(value, want), (name, value.tolist(), want.tolist())
+    assert_same_spread(found, wanted)
 
 
 def check(x: torch.Tensor, cast: Cast, scale_inv: torch.Tensor | None = None, layout: str = "rows") -> None:
