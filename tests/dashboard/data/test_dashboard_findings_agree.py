@@ -1,0 +1,73 @@
+"""Where the health of a site says "act", triage has a finding: both judge by numerics.md, section 4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8debug import Run, get_recipe, measure, triage
+from fp8debug.types import Gemm, TensorRole
+from fp8debug_dashboard.data import queries
+from fp8debug_dashboard.data.healthy_ranges import envelope, kind_of
+from tests.synthetic import Override, Plan, write
+
+SICK = "blocks.1.mlp.up"
+#: (gemm, tensor) of operands.
+OPERANDS = (("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output"), ("wgrad", "input"))
+
+
+def clipping(rate: float, headroom: float) -> dict[str, Any]:
+    """Return the slots of an operand of which a share clips by up to a headroom."""
+    gain = 1 - rate * (1 - 1 / max(1.0, headroom))
+    return {"num_saturated": lambda row: round(rate * row["numel"]), "headroom": headroom, "gain": gain}
+
+
+#: Rates and headrooms at which a clipping is right below and beyond "act" and what rounded values explain.
+CLIPPED = {f"{rate:.2%} by {headroom}": clipping(rate, headroom) for rate in (2e-3, 4.2e-3) for headroom in (1.035, 1.065, 1.08)}
+FAR = {f"{db} dB": {"sqnr_db": db} for db in (24.3, 22.0, 15.0)}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", [*CLIPPED, *FAR])
+def test_what_the_heatmap_calls_act_has_a_finding(recipe: str, name: str, tmp_path: Path) -> None:
+    sick = [{"gemm": gemm, "tensor": tensor, "slots": {**CLIPPED, **FAR}[name]} for gemm, tensor in OPERANDS]
+    modules = [(f"blocks.{i}.mlp.up", 256, 1024) for i in range(len(sick))]
+    overrides = [Override(module=module, steps=(20, None), **slots) for (module, _, _), slots in zip(modules, sick, strict=True)]
+    write(tmp_path / "run", Plan(num_steps=40, every=4, recipe=recipe, modules=modules, overrides=overrides))
+    run = Run(tmp_path / "run")
+    heat, findings = queries.health(run), triage(run)
+    found = {part.module for finding in findings for part in finding.sites if str(finding.severity) in ("error", "warning")}
+    acts = {module for module, row in zip(heat.modules, heat.values, strict=True) if np.nanmax(row) >= 2}
+    assert acts == {module for module, _, _ in modules}
+    assert acts <= found, [str(finding) for finding in findings]
+
+
+def test_a_harmless_clipping_of_a_few_elements_is_left_alone(tmp_path: Path) -> None:
+    """Quantized twice under powers of two: 0.03 % of the elements, each by no more than rounding changes it."""
+    overrides = [Override(module=SICK, gemm="wgrad", tensor="input", slots=clipping(3e-4, 1.06))]
+    write(tmp_path / "run", Plan(num_steps=40, every=4, recipe="blockwise_pow2", overrides=overrides))
+    assert not triage(Run(tmp_path / "run"))
+
+
+def test_a_kernel_whose_scale_is_short_by_a_rounding_is_told_as_a_warning(tmp_path: Path) -> None:
+    overrides = [Override(module=SICK, gemm="fprop", tensor="input", slots=clipping(4.2e-3, 1.035))]
+    write(tmp_path / "run", Plan(num_steps=40, every=4, recipe="blockwise", overrides=overrides))
+    (finding,) = triage(Run(tmp_path / "run"))
+    assert (finding.code, str(finding.severity), finding.threshold) == ("F104", "warning", 0.001)
+    assert "by 3.4 % at most, as one made of rounded values is" in finding.message
+
+
+@pytest.mark.parametrize("granularity", ["1x32", "1x128"])
+def test_sound_pow2_even_scales_are_healthy(granularity: str) -> None:
+    plain = get_recipe("blockwise").casts[Gemm.FPROP, TensorRole.INPUT]
+    assert plain is not None
+    cast = replace(plain, granularity=granularity, scale_rounding="pow2_even")
+    rate = measure(2 * torch.rand(512, 1024, generator=torch.Generator().manual_seed(0)) - 1, cast)["overflow_rate"]
+    ranges = envelope("overflow_rate", kind_of("fprop", "input", str(cast), "operand"))
+    assert ranges is not None and rate > 1e-4
+    assert ranges.at_value(rate) == 0
