@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
+from fp8debug.rules.reading.conditions import Conditions, Look, look
+from fp8debug.rules.reading.gradient_sums import IS_FINITE_GRADIENT, IS_GRADIENT, far_from_sum, why_no_sum
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
-
-_GRADIENT = "actual AND tensor = 'grad_weight' AND reference = 'shadow'"
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,16 @@ class Bf16GradientSum(Rule):
 
     def needs(self, run: Run) -> str | None:
         """Return why not: fewer than three microbatches."""
-        query = "SELECT 1 AS one FROM raw WHERE num_grad > 0 LIMIT 1"
-        return None if run.sql(query).num_rows else "no step has three microbatches or more, or weight.grad is kept elsewhere"
+        return why_no_sum(run)
 
     @property
     def _look(self) -> Look:
         conditions: Conditions = [
-            Condition("grad_sum_sqnr_db", "<", max(self.info_sqnr_db, self.warn_sqnr_db)),
-            f"num_grad >= {self.min_elements} AND grad_first_nmse < {self.max_first_nmse}",
+            *far_from_sum(max(self.info_sqnr_db, self.warn_sqnr_db), self.min_elements, self.max_first_nmse),
             f"num_grad_bf16 >= {self.min_bf16_rate} * num_grad",
         ]
-        rows = f"{_GRADIENT} AND num_nan + num_inf = 0"
-        return look(conditions, ["grad_sum_sqnr_db", "grad_sum_gain", "num_tensors"], rows=rows, keys=_GRADIENT)
+        columns = ["grad_sum_sqnr_db", "grad_sum_gain", "num_tensors"]
+        return look(conditions, columns, rows=IS_FINITE_GRADIENT, keys=IS_GRADIENT)
 
     def looks(self) -> Iterable[Look]:
         """Return the gradients far from their FP32 sum."""

@@ -9,7 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
+from fp8debug.rules.reading.conditions import Look, look
+from fp8debug.rules.reading.gradient_sums import IS_FINITE_GRADIENT, IS_GRADIENT, far_from_sum, why_no_sum
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ _SCALED = (
     "check what touches weight.grad between microbatches: a reduction over one rank that adds the buffer to itself, a hook or a"
     " scaler that multiplies it each time; no cast changes it"
 )
-_GRADIENT = "actual AND tensor = 'grad_weight' AND reference = 'shadow'"
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,13 @@ class GradientSumDiffers(Rule):
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: fewer than three microbatches."""
-        query = "SELECT 1 AS one FROM raw WHERE num_grad > 0 LIMIT 1"
-        return None if run.sql(query).num_rows else "no step has three microbatches or more, or weight.grad is kept elsewhere"
+        return why_no_sum(run)
 
     @property
     def _look(self) -> Look:
-        conditions: Conditions = [
-            Condition("grad_sum_sqnr_db", "<", self.max_sqnr_db),
-            f"num_grad >= {self.min_elements} AND grad_first_nmse < {self.max_first_nmse}",
-        ]
+        conditions = far_from_sum(self.max_sqnr_db, self.min_elements, self.max_first_nmse)
         columns = ["grad_sum_sqnr_db", "grad_sum_gain", "num_grad", "num_grad_bf16"]
-        return look(conditions, columns, rows=f"{_GRADIENT} AND num_nan + num_inf = 0", keys=_GRADIENT)
+        return look(conditions, columns, rows=IS_FINITE_GRADIENT, keys=IS_GRADIENT)
 
     def looks(self) -> Iterable[Look]:
         """Return the gradients far from their FP32 sum."""
@@ -112,7 +108,7 @@ class GradientSumDiffers(Rule):
         """Return the finding of gradients that are scaled by one factor between microbatches."""
         query = (
             "SELECT step, module, max(call_index) AS place, max(grad_first_nmse) AS first, max(grad_sum_gain) AS gain"
-            f" FROM sites WHERE {_GRADIENT} AND num_grad >= {self.min_elements} AND grad_first_nmse >= {self.max_first_nmse}"
+            f" FROM sites WHERE {IS_GRADIENT} AND num_grad >= {self.min_elements} AND grad_first_nmse >= {self.max_first_nmse}"
             " AND grad_sum_x2 > 0 GROUP BY step, module ORDER BY step, max(call_index), module"
         )
         steps: dict[int, list[dict[str, Any]]] = {}
@@ -120,7 +116,7 @@ class GradientSumDiffers(Rule):
             steps.setdefault(row["step"], []).append(row)
         if not steps:
             return
-        query = f"SELECT count(DISTINCT module) AS num FROM sites WHERE {_GRADIENT} AND num_grad >= {self.min_elements}"
+        query = f"SELECT count(DISTINCT module) AS num FROM sites WHERE {IS_GRADIENT} AND num_grad >= {self.min_elements}"
         (total,) = run.sql(query).to_pylist()
         found = []
         for rows in steps.values():

@@ -20,32 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench.situations import (
-    OUTCOMES,
-    SITUATIONS,
-    Situation,
-    fresh,
-    known,
-    later,
-    latest,
-    newest,
-    outcome,
-    recent,
-    reported,
-    tried,
-)
+from tests.bench.situations import OUTCOMES, SITUATIONS, Situation, outcome
 from tests.bench.situations.stack import diagnosis
-
-SETS = {
-    "known": known,
-    "fresh": fresh,
-    "later": later,
-    "latest": latest,
-    "newest": newest,
-    "recent": recent,
-    "reported": reported,
-    "tried": tried,
-}
 
 
 def judged(one: Situation, *, verbose: bool = False) -> str:

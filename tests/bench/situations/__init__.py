@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8debug.registry import register_all
 from fp8debug.rules import Finding, Severity
 
 #: Finding codes that blame no cast: a filter, the loss, a start that diverges everywhere at once, a gradient that never came.
@@ -111,3 +112,6 @@ def outcome(findings: Sequence[Finding], classification: Mapping[str, Any], clea
         return "misled" if first.module else "silent"
     site = (not right.gemms or first.gemm in right.gemms) and (not right.tensors or first.tensor in right.tensors)
     return "right" if site and has_words and (not right.codes or first.code in right.codes) else "incomplete"
+
+
+register_all(__name__, __path__)
