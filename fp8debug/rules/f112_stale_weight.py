@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
-from fp8debug.rules.reading.weights import LIMITS, limits_of, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import LIMITS, OffWeightRule, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)
-class StaleWeight(Rule):
+class StaleWeight(OffWeightRule):
     """The cached FP8 weight is out of step with the weight: the optimizer moved on and the cache did not.
 
     What it detects
@@ -67,35 +67,23 @@ class StaleWeight(Rule):
 
     code = "F112"
     name = "stale-weight"
-    columns = ("sum_err2", "sum_xy", "sum_x2", "sum_y2")
     cure = "refresh the FP8 weight after each optimizer step, or switch its cache off; else BF16 for this module"
 
-    max_sqnr_db: float = LIMITS.max_sqnr_db
-    max_cosine: float = LIMITS.max_cosine
     max_own_scale_sqnr_db: float = LIMITS.max_own_scale_sqnr_db
     max_headroom: float = LIMITS.max_headroom
     min_reread_gap_db: float = 1.0
     min_steps: int = LIMITS.min_steps
     warmup: int = LIMITS.warmup
-    delayed_sqnr_db: float = LIMITS.delayed_sqnr_db
-    delayed_cosine: float = LIMITS.delayed_cosine
-    min_coefficient: float = LIMITS.min_coefficient
-    max_block_growth: float = LIMITS.max_block_growth
-    max_noise_db: float = LIMITS.max_noise_db
-    max_noise_share: float = LIMITS.max_noise_share
-    max_noise_range_db: float = LIMITS.max_noise_range_db
-    max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
-    min_own_cosine: float = LIMITS.min_own_cosine
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off, in either read."""
-        yield look_for_weights(limits_of(self))
+        yield look_for_weights(self.limits)
         yield self._recheck
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another time."""
         yield from self._between_microbatches(run)
-        for weight in off_weights(run, limits_of(self)):
+        for weight in off_weights(run, self.limits):
             if not weight.foreign:
                 row = min(weight.trace.rows, key=lambda row: float(row["sqnr_db"]))
                 message = (

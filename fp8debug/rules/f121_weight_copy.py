@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Severity
 from fp8debug.rules.reading.conditions import Look, look
 from fp8debug.rules.reading.prefilter import in_batches, source_of_ranks
 from fp8debug.rules.reading.traces import RUNNING, traces
-from fp8debug.rules.reading.weights import LIMITS, limits_of, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import LIMITS, OffWeightRule, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -22,7 +22,7 @@ _OF_TRANSPOSED = (
 
 
 @dataclass(frozen=True)
-class WeightCopyDiffers(Rule):
+class WeightCopyDiffers(OffWeightRule):
     """The FP8 parameter that was gathered or loaded is not the cast of its master weight: other values, in part or on one rank.
 
     What it detects
@@ -60,32 +60,20 @@ class WeightCopyDiffers(Rule):
 
     code = "F121"
     name = "weight-copy-differs"
-    columns = ("sum_err2", "sum_xy", "sum_x2", "sum_y2")
     cure = "requantize from the master weight after each gather and load (check shard order); else BF16 for this module"
 
-    max_sqnr_db: float = LIMITS.max_sqnr_db
-    max_cosine: float = LIMITS.max_cosine
     min_mixed_rows: float = LIMITS.min_mixed_rows
     max_foreign_sqnr_db: float = LIMITS.max_foreign_sqnr_db
     max_unrelated: float = LIMITS.max_unrelated
-    delayed_sqnr_db: float = LIMITS.delayed_sqnr_db
-    delayed_cosine: float = LIMITS.delayed_cosine
-    min_coefficient: float = LIMITS.min_coefficient
-    max_block_growth: float = LIMITS.max_block_growth
-    max_noise_db: float = LIMITS.max_noise_db
-    max_noise_share: float = LIMITS.max_noise_share
-    max_noise_range_db: float = LIMITS.max_noise_range_db
-    max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
-    min_own_cosine: float = LIMITS.min_own_cosine
     max_rank_ratio: float = 2.0
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off."""
-        yield look_for_weights(limits_of(self))
+        yield look_for_weights(self.limits)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another place."""
-        for weight in off_weights(run, limits_of(self)):
+        for weight in off_weights(run, self.limits):
             if weight.foreign:
                 row = weight.trace.rows[0]
                 which = (
@@ -102,7 +90,7 @@ class WeightCopyDiffers(Rule):
 
     def _between_ranks(self, run: Run) -> Iterable[Finding]:
         # The rank with the largest error shows what off_weights looks for, so that all ranks of its row were kept.
-        table = source_of_ranks(run, look_for_weights(limits_of(self)))
+        table = source_of_ranks(run, look_for_weights(self.limits))
         if table is None:
             return
         query = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.base import Rule
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace, scaled_elsewhere, traces
@@ -74,9 +75,28 @@ LIMITS = WeightLimits(
 )
 
 
-def limits_of(rule: object) -> WeightLimits:
-    """Return the limits with those that a rule has as thresholds of the same names."""
-    return replace(LIMITS, **{f.name: getattr(rule, f.name) for f in fields(LIMITS) if hasattr(rule, f.name)})
+@dataclass(frozen=True)
+class OffWeightRule(Rule):
+    """Base of the rules over weights whose FP8 values are not their cast; :class:`WeightLimits` has its thresholds."""
+
+    columns = ("sum_err2", "sum_xy", "sum_x2", "sum_y2")
+
+    max_sqnr_db: float = LIMITS.max_sqnr_db
+    max_cosine: float = LIMITS.max_cosine
+    delayed_sqnr_db: float = LIMITS.delayed_sqnr_db
+    delayed_cosine: float = LIMITS.delayed_cosine
+    min_coefficient: float = LIMITS.min_coefficient
+    max_block_growth: float = LIMITS.max_block_growth
+    max_noise_db: float = LIMITS.max_noise_db
+    max_noise_share: float = LIMITS.max_noise_share
+    max_noise_range_db: float = LIMITS.max_noise_range_db
+    max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
+    min_own_cosine: float = LIMITS.min_own_cosine
+
+    @property
+    def limits(self) -> WeightLimits:
+        """The limits, with those that the rule has as thresholds of the same names."""
+        return replace(LIMITS, **{f.name: getattr(self, f.name) for f in fields(LIMITS) if hasattr(self, f.name)})
 
 
 def has_outgrown(min_coefficient: float, max_block_growth: float) -> str:
