@@ -155,9 +155,10 @@ def loss_section(run: Run, findings: Findings, baseline: Run | None = None) -> s
     if chart is None:
         return "<section class='panel'><h2>Loss</h2><p class='muted'>not recorded</p></section>"
     narrow = replace(chart, width=430, height=220, marks=chart.marks[:6])
+    marked = "<p class='muted'>A line marks where a finding begins.</p>" if chart.marks else ""
     return (
         f"<section class='panel'><h2>Loss</h2><div class='wide'>{chart.to_svg()}</div><div class='narrow'>{narrow.to_svg()}</div>"
-        "<p class='muted'>A line marks where a finding begins.</p></section>"
+        f"{marked}</section>"
     )
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 URL_S, COMMAND_S = 10.0, 60.0
 #: Variable of a program's environment that holds the text.
 VARIABLE = "FP8DEBUG_ALERT"
+#: Words by which a shell redirects, joins or ends commands: a program would get them as arguments.
+_OF_A_SHELL = frozenset(("|", "||", "&", "&&", ";", "<", "<<", ">", ">>", "2>", "2>>", "2>&1", "&>"))
 
 
 class AlertSender:
@@ -63,6 +65,10 @@ class AlertSender:
         if not self._words or shutil.which(self._words[0]) is None:
             raise UsageError(
                 f"--alert: no program {(self._words or [''])[0]!r}; expected a URL or a command such as 'sh alert.sh'"
+            )
+        if (found := next((word for word in self._words if word in _OF_A_SHELL), None)) is not None:
+            raise UsageError(
+                f"--alert: {found!r} is for a shell, and none reads the command: put it into a script, 'sh alert.sh'"
             )
 
     def __repr__(self) -> str:

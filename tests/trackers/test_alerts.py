@@ -107,6 +107,7 @@ def test_a_target_that_is_neither_is_refused() -> None:
         "": "no program ''",
         "sh 'unfinished": "--alert takes a URL or a command: No closing quotation",
         "https://": "--alert takes the address of a host",
+        f"{sys.executable} page.py >> log": "'>>' is for a shell, and none reads the command: put it into a script",
     }.items():
         with pytest.raises(UsageError) as caught:
             AlertSender(target, "exp1")
