@@ -35,7 +35,9 @@ FAR = {f"{db} dB": {"sqnr_db": db} for db in (24.3, 22.0, 15.0)}
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "rowwise", "mxfp8"])
 @pytest.mark.parametrize("name", [*CLIPPED, *FAR])
 def test_what_the_heatmap_calls_act_has_a_finding(recipe: str, name: str, tmp_path: Path) -> None:
-    sick = [{"gemm": gemm, "tensor": tensor, "slots": {**CLIPPED, **FAR}[name]} for gemm, tensor in OPERANDS]
+    sick: list[dict[str, Any]] = [
+        {"gemm": gemm, "tensor": tensor, "slots": {**CLIPPED, **FAR}[name]} for gemm, tensor in OPERANDS
+    ]
     modules = [(f"blocks.{i}.mlp.up", 256, 1024) for i in range(len(sick))]
     overrides = [Override(module=module, steps=(20, None), **slots) for (module, _, _), slots in zip(modules, sick, strict=True)]
     write(tmp_path / "run", Plan(num_steps=40, every=4, recipe=recipe, modules=modules, overrides=overrides))
@@ -67,7 +69,7 @@ def test_sound_pow2_even_scales_are_healthy(granularity: str) -> None:
     plain = get_recipe("blockwise").casts[Gemm.FPROP, TensorRole.INPUT]
     assert plain is not None
     cast = replace(plain, granularity=granularity, scale_rounding="pow2_even")
-    rate = measure(2 * torch.rand(512, 1024, generator=torch.Generator().manual_seed(0)) - 1, cast)["overflow_rate"]
+    rate: Any = measure(2 * torch.rand(512, 1024, generator=torch.Generator().manual_seed(0)) - 1, cast)["overflow_rate"]
     ranges = envelope("overflow_rate", kind_of("fprop", "input", str(cast), "operand"))
     assert ranges is not None and rate > 1e-4
     assert ranges.at_value(rate) == 0
