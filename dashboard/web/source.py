@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
 from fp8debug.store.locations import forget, place_of
+from fp8debug.store.write.lock import NAME as LOCK
 
 from ..figures.theme import level
 
@@ -309,9 +310,11 @@ def recipe_name(manifest: dict[str, Any]) -> str:
 
 
 def file_stamp(folder: Path) -> str:
-    """Return a word that changes whenever a file of the run is written."""
+    """Return a word that changes whenever a file of the run is written; the lock, which its writer renews, is none."""
     newest, size, count = 0, 0, 0
     for path in (folder / "manifest.json", *folder.glob("rank=*/*"), *folder.glob("rank=*/*/part-*")):
+        if path.name == LOCK:
+            continue
         try:
             info = path.stat()
         except OSError:
@@ -334,7 +337,11 @@ def state(folder: Path, rank_manifests: Mapping[int, Mapping[str, Any]]) -> str:
     """Return ``ended``, ``writing`` or ``not closed`` (killed, or waiting for long)."""
     if rank_manifests and all(m.get("ended") for m in rank_manifests.values()):
         return "ended"
-    return "writing" if time.time() - last_write(folder) < QUIET_S else "not closed"
+    renewed = [last_write(folder)]
+    for lock in folder.glob(f"rank=*/{LOCK}"):
+        with suppress(OSError):  # the run has just ended
+            renewed.append(lock.stat().st_mtime)
+    return "writing" if time.time() - max(renewed) < QUIET_S else "not closed"
 
 
 def marks(findings: Sequence[Finding], by_module: bool = False) -> tuple[Mark, ...]:

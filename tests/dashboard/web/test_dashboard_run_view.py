@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,19 @@ def test_what_takes_long_leaves_a_core_to_the_pages(tmp_path: Path) -> None:
     query = "SELECT CAST(current_setting('threads') AS INTEGER) AS n"
     of_pages, behind = (run.sql(query)["n"][0].as_py() for run in (run_view.run, run_view.second_connection()))
     assert behind == max(1, of_pages - 1)
+
+
+def test_a_lock_that_its_writer_renews_is_no_new_state_of_a_run(tmp_path: Path) -> None:
+    """Else a live run of hundreds of megabytes was judged again every ten seconds, though nothing was written."""
+    path = samples.write_healthy(tmp_path / "live", num_steps=20, modules=samples.gpt_modules(1))
+    before, long_ago = file_stamp(path), time.time() - 2 * QUIET_S
+    for file in path.rglob("*"):
+        os.utime(file, (long_ago, long_ago))
+    stamp = file_stamp(path)
+    assert stamp != before and state(path, {}) == "not closed"
+    lock = path / "rank=00000" / "writer.lock"
+    lock.write_text("{}")
+    assert file_stamp(path) == stamp and last_write(path) == pytest.approx(long_ago, abs=1)
+    assert state(path, {}) == "writing", "its writer lives, though it samples rarely"
+    os.utime(lock, (long_ago, long_ago))
+    assert state(path, {}) == "not closed"
