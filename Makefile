@@ -20,10 +20,13 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 # make test-floor and test-newest, environments of their own: the oldest versions that pyproject.toml allows, and the newest that
-# install. No part of CI; PIP_ARGS is for another index, such as that of builds for a CPU.
+# install. No part of CI; PIP_ARGS is for another index, such as that of builds for a CPU. The tests are those that ask each pinned
+# package for something: torch (casts, layers, hooks), numpy, pyarrow, duckdb (rows, queries). Left out are the Triton kernels,
+# whose version torch pins, long trainings, and what measures memory and time: FLOOR_TESTS="tests/recording tests/rules".
 PIP_ARGS ?=
-FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py tests/test_registry.py tests/metrics tests/kernels \
-	tests/observer tests/store tests/recording tests/rules
+FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py tests/test_registry.py tests/metrics \
+	tests/kernels/test_*.py tests/observer tests/store tests/recording/test_check_finite.py tests/recording/test_modes.py \
+	tests/recording/test_low_bit_runs.py tests/rules/test_*_rules.py tests/rules/test_rule*.py tests/rules/reading
 
 .PHONY: demo test test-floor test-newest lint types docs site audit clean
 
