@@ -2,10 +2,11 @@
 
     delayed_scale_inv   an operand and the state of its amax history, which it writes to -> scale_inv of this call
     linear_quantize     input[M, K] -> its FP8 data for fprop and for wgrad
-    linear_fprop        input and its FP8 data, weight[N, K] -> output[M, N]
+    linear              input and its FP8 data, weight[N, K] -> output[M, N], with a gradient
+    linear_fprop        the same without one, which compiled code calls in its place
     linear_backward     grad_output[M, N], weight, the FP8 data for wgrad -> grad_input[M, K], grad_weight[N, K]
 
-The last three are pure functions of tensors and of a plan, a string without a module's name: equal blocks share one graph, and
+The last four are pure functions of tensors and of a plan, a string without a module's name: equal blocks share one graph, and
 Linears that read one input (q, k, v) share one ``linear_quantize`` by ordinary common-subexpression elimination. They run the
 kernels that eager code runs, so equal operands give equal codes and results. The input in high precision is an argument of
 ``linear_fprop``, which carries the gradient and can be compared with its FP8 data while the op runs: recording needs no other
@@ -14,6 +15,7 @@ graph.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -27,6 +29,7 @@ from fp8debug.formats import FORMATS, block_shape
 from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.backend import gpu
 from fp8debug.kernels.dispatch import CastWithSlots, Operand, finite_amax, gemm, quantize, quantize_pair, quantizes_on_gpu
+from fp8debug.kernels.torch_state import untraced
 from fp8debug.recipes import HIGH_PRECISION, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
 
@@ -77,7 +80,7 @@ class OpObserver(Protocol):
         """Return what records a forward op; None where nothing is recorded of it."""
         ...
 
-    def begin_backward(self, weight: Tensor) -> OpRecorder | None:
+    def begin_backward(self, grad_output: Tensor, weight: Tensor) -> OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
         ...
 
@@ -111,7 +114,7 @@ def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool, 
     ops = torch.ops.fp8debug
     if not memories:
         made = ops.linear_quantize(x.detach(), plan, learns)
-        output: Tensor = ops.linear_fprop(x, weight, *made, plan, trains, learns)
+        output: Tensor = ops.linear(x, weight, *made, plan, trains, learns)
         return output
     use = _FORWARD if trains else "evaluate"
     x_memory, w_memory, *of_gradients, x_wgrad_memory = memories
@@ -119,7 +122,7 @@ def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool, 
     w_scale = _next_scale(weight.detach(), w_memory, plan, 1, use)
     x_wgrad_scale = _next_scale(x.detach(), x_wgrad_memory, plan, 5, use) if learns else None
     made = ops.linear_quantize(x.detach(), plan, learns, x_scale, x_wgrad_scale)
-    output = ops.linear_fprop(x, weight, *made, plan, trains, learns, w_scale, *of_gradients)
+    output = ops.linear(x, weight, *made, plan, trains, learns, w_scale, *of_gradients)
     return output
 
 
@@ -142,7 +145,7 @@ def _pure_op(name: str) -> Callable[[Run], Run]:
     def register(run: Run) -> Run:
         schema = torch.library.infer_schema(run, mutates_args=())
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # torch's
+        _LIBRARY.impl(name, untraced(run), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # torch's
         return run
 
     return register
@@ -279,7 +282,7 @@ def _backward(
     ``g_given``, ``w_given`` and ``g_wgrad_given`` are the scale_inv of delayed casts.
     """
     parsed = parse_plan(plan)
-    recorder = observers[0].begin_backward(weight) if observers else None
+    recorder = observers[0].begin_backward(grad_output, weight) if observers else None
     dgrad: tuple[Operand, Operand, Tensor] | None = None
     wgrad: tuple[Operand, Operand, Tensor] | None = None
     with _without_autocast(grad_output):
@@ -310,19 +313,59 @@ def _(
     return grad_input, grad_weight
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, data, scale_inv, data_wgrad, scale_inv_wgrad, plan, _, learns, _, *memories = inputs
-    parsed = parse_plan(plan)
-    if learns and parsed.casts[_X_WGRAD] is None:
-        data_wgrad = x
-    elif learns and _is_shared(parsed, x):
-        data_wgrad, scale_inv_wgrad = data, scale_inv
-    ctx.save_for_backward(weight, data_wgrad, scale_inv_wgrad)
-    ctx.plan, ctx.dtype, ctx.num_inputs = plan, x.dtype, len(inputs)
-    ctx.memories = memories  # not by save_for_backward: other calls of the step may write to them before the backward pass
-    for memory in memories:
-        if memory is not None:
-            _save_unchecked(memory)
+class _Linear(torch.autograd.Function):
+    """The op ``linear``: a class of its own, as ops with a gradient by ``torch.library`` ask for it in Python at every call."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        """Call the op without a gradient."""
+        output: Tensor = torch.ops.fp8debug.linear_fprop(*inputs)
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save what the backward pass reads."""
+        x, weight, data, scale_inv, data_wgrad, scale_inv_wgrad, plan, _, learns, *memories = inputs
+        parsed = parse_plan(plan)
+        if learns and parsed.casts[_X_WGRAD] is None:
+            data_wgrad = x
+        elif learns and _is_shared(parsed, x):
+            data_wgrad, scale_inv_wgrad = data, scale_inv
+        ctx.save_for_backward(weight, data_wgrad, scale_inv_wgrad)
+        ctx.plan, ctx.dtype, ctx.num_inputs = plan, x.dtype, len(inputs)
+        ctx.memories = memories[1:]  # not by save_for_backward: other calls of the step may write to them before the backward pass
+        for memory in ctx.memories:
+            if memory is not None:
+                _save_unchecked(memory)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's has any number
+        """Return the gradients of input and weight."""
+        weight, data_wgrad, scale_inv_wgrad = ctx.saved_tensors
+        wants_input, wants_weight = ctx.needs_input_grad[:2]
+        g_memory, w_memory, g_wgrad_memory = ctx.memories
+        given = (
+            _next_scale(grad_output, g_memory, ctx.plan, 2, "backward") if wants_input else None,
+            _next_scale(weight.detach(), w_memory, ctx.plan, 3, "backward", grad_output) if wants_input else None,
+            _next_scale(grad_output, g_wgrad_memory, ctx.plan, 4, "backward") if wants_weight else None,
+        )
+        grads = torch.ops.fp8debug.linear_backward(
+            grad_output, weight, data_wgrad, scale_inv_wgrad, ctx.plan, ctx.dtype, wants_input, wants_weight, *given
+        )
+        return grads[0] if wants_input else None, grads[1] if wants_weight else None, *[None] * (ctx.num_inputs - 2)
+
+
+_NUM_INPUTS = len(inspect.signature(_fprop).parameters)
+
+
+def _with_gradient(*inputs: Any) -> Tensor:
+    output: Tensor = _Linear.apply(*inputs, *[None] * (_NUM_INPUTS - len(inputs)))  # type: ignore[no-untyped-call]  # torch's
+    return output
+
+
+_LIBRARY.define("linear" + torch.library.infer_schema(_fprop, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.impl("linear", lambda *inputs: torch.ops.fp8debug.linear_fprop(*inputs), "CompositeExplicitAutograd")
+_LIBRARY.impl("linear", _with_gradient, "Autograd")
 
 
 def _save_unchecked(x: Tensor) -> None:
@@ -333,24 +376,6 @@ def _save_unchecked(x: Tensor) -> None:
         return
     for proxy in _get_proxies(x):
         proxy.node.meta["saved_tensor_with_no_vc_check"] = True
-
-
-def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    weight, data_wgrad, scale_inv_wgrad = ctx.saved_tensors
-    wants_input, wants_weight = ctx.needs_input_grad[:2]
-    g_memory, w_memory, g_wgrad_memory = ctx.memories
-    given = (
-        _next_scale(grad_output, g_memory, ctx.plan, 2, "backward") if wants_input else None,
-        _next_scale(weight.detach(), w_memory, ctx.plan, 3, "backward", grad_output) if wants_input else None,
-        _next_scale(grad_output, g_wgrad_memory, ctx.plan, 4, "backward") if wants_weight else None,
-    )
-    grads = torch.ops.fp8debug.linear_backward(
-        grad_output, weight, data_wgrad, scale_inv_wgrad, ctx.plan, ctx.dtype, wants_input, wants_weight, *given
-    )
-    return grads[0] if wants_input else None, grads[1] if wants_weight else None, *[None] * (ctx.num_inputs - 2)
-
-
-torch.library.register_autograd("fp8debug::linear_fprop", _differentiate, setup_context=_setup, lib=_LIBRARY)
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -214,7 +214,8 @@ def test_ops_keep_what_they_promise_to_a_compiler(recipe: str, shape: tuple[int,
     torch.library.opcheck(torch.ops.fp8debug.linear_quantize, (x.detach(), plan, True), test_utils=("test_schema", *checks))
     made = torch.ops.fp8debug.linear_quantize(x.detach(), plan, True)
     given = (x, weight, *made, plan, True, True)
-    torch.library.opcheck(torch.ops.fp8debug.linear_fprop, given, test_utils=(*checks, "test_autograd_registration"))
+    torch.library.opcheck(torch.ops.fp8debug.linear, given, test_utils=(*checks, "test_autograd_registration"))
+    torch.library.opcheck(torch.ops.fp8debug.linear_fprop, (x.detach(), weight.detach(), *given[2:]), test_utils=checks)
     saved = made[:2] if not made[2].numel() else made[2:]
     backward = (torch.randn(shape[0], 40), weight.detach(), *saved, plan, torch.float32, True, True)
     torch.library.opcheck(torch.ops.fp8debug.linear_backward, backward, test_utils=checks)

@@ -58,13 +58,16 @@ class LinearOps:
         if found is not None and is_of_cuda_graph():
             found.leave_out()
             return None
-        if found is not None:
-            found.begin(2 * x.numel() * weight.shape[0], trains)
-        return found
+        if found is not None and found.begin(x, weight, trains):
+            return found
+        return None
 
-    def begin_backward(self, weight: Tensor) -> linear_ops.OpRecorder | None:
+    def begin_backward(self, grad_output: Tensor, weight: Tensor) -> linear_ops.OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
-        return None if is_of_cuda_graph() else self._of(weight, True)
+        if is_of_cuda_graph():
+            return None
+        found = self._of(weight, True)
+        return found if found is not None and found.observes(grad_output) else None
 
     def _of(self, weight: Tensor, trains: bool) -> LinearRecorder | None:
         address = weight.data_ptr(), trains
@@ -136,10 +139,10 @@ class LinearRecorder:
         own = self.weight
         return own is weight or (own is not None and own.data_ptr() == weight.data_ptr() and own.shape == weight.shape)
 
-    def begin(self, flops: int, trains: bool) -> None:
-        """Begin a forward op."""
+    def begin(self, x: Tensor, weight: Tensor, trains: bool) -> bool:
+        """Begin a forward op, and return whether anything is recorded of it."""
         for count in self._layer.counters:
-            count(self._layer, flops)
+            count(self._layer, 2 * x.numel() * weight.shape[0])
         if self._step_count != self._probe.observer.step_count:
             self._step_count = self._probe.observer.step_count
             self._kept.clear()
@@ -149,7 +152,16 @@ class LinearRecorder:
             self._is_sampled = self._probe.begin()
         finally:
             torch._C._set_grad_enabled(before)
-        self._probe.layout = None
+        if self._is_sampled:
+            self._probe.layout = None
+        return self._is_sampled or self._checks(x)
+
+    def observes(self, grad_output: Tensor) -> bool:
+        """Return whether anything is recorded of a backward op."""
+        return bool(self._kept) or self._checks(grad_output)
+
+    def _checks(self, x: Tensor) -> bool:
+        return not self._probe.observer.sampling and self._probe.checks(x)
 
     def leave_out(self) -> None:
         """Leave out a forward op that is captured: a replay records nothing, and rows of now would be in a graph's memory."""
@@ -180,7 +192,7 @@ class LinearRecorder:
                 kept = self._probe.fprop(x, weight, a, b, x_wgrad, output, parameter=self.weight)
             if kept is not None and not self._probe.observer.settings.inference:
                 self._kept[_address(x_wgrad)] = kept
-        elif not self._probe.observer.sampling:
+        elif self._checks(output):
             self._probe.check(x, weight, output)
 
     def backward(self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None) -> None:
@@ -191,7 +203,7 @@ class LinearRecorder:
             kept = self._kept.pop(address) if address in self._kept else self._kept.popitem()[1]
             with self._nothing_known():
                 self._probe.backward(grad_output, weight, dgrad, wgrad, kept)
-        elif not self._probe.observer.sampling and self._probe.checks(grad_output):
+        elif self._checks(grad_output):
             products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
             results = {which: product[2] for which, product in products.items() if product and product[2] is not None}
             self._probe.check_backward(grad_output, results)
