@@ -145,7 +145,7 @@ def _pure_op(name: str) -> Callable[[Run], Run]:
     def register(run: Run) -> Run:
         schema = torch.library.infer_schema(run, mutates_args=())
         _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(name, untraced(run), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # torch's
+        _LIBRARY.impl(name, untraced(run), "CompositeExplicitAutograd")
         return run
 
     return register
@@ -333,13 +333,15 @@ class _Linear(torch.autograd.Function):
             data_wgrad, scale_inv_wgrad = data, scale_inv
         ctx.save_for_backward(weight, data_wgrad, scale_inv_wgrad)
         ctx.plan, ctx.dtype, ctx.num_inputs = plan, x.dtype, len(inputs)
-        ctx.memories = memories[1:]  # not by save_for_backward: other calls of the step may write to them before the backward pass
+        ctx.memories = memories[
+            1:
+        ]  # not by save_for_backward: other calls of the step may write to them before the backward pass
         for memory in ctx.memories:
             if memory is not None:
                 _save_unchecked(memory)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's has any number
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input and weight."""
         weight, data_wgrad, scale_inv_wgrad = ctx.saved_tensors
         wants_input, wants_weight = ctx.needs_input_grad[:2]

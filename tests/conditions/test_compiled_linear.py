@@ -11,7 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -378,6 +380,41 @@ def test_what_is_left_outside_of_graphs_is_named(tmp_path: Path) -> None:
 def test_a_watch_that_ends_leaves_no_recorder(tmp_path: Path) -> None:
     train("rowwise", tmp_path / "run")
     assert linear_ops.observers == []
+
+
+def test_a_step_without_a_sample_quantizes_as_one_without_a_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: list[object] = []
+    monkeypatch.setattr(linear_ops, "quantize_pair", lambda x, *_: pairs.append(x))
+    model = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "blockwise")
+    model.compile(backend="aot_eager", fullgraph=True)
+    counts = []
+    for every in (None, 10):
+        watch = None if every is None else fp8debug.watch(model, tmp_path / "run", every=every, what_if=(), check_finite=False)
+        for _ in range(2):  # of a watch, the first is sampled: an input of two casts, and a gradient that is quantized twice
+            pairs.clear()
+            model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
+            counts.append(len(pairs))
+            if watch is not None:
+                watch.step()
+    assert watch is not None
+    watch.close()
+    assert counts == [2, 2, 1, 2]
+
+
+def test_compiled_code_calls_ops_without_a_gradient() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append({node.target for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    model = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "blockwise")
+    model.compile(backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
+    ops = torch.ops.fp8debug
+    assert [ops.linear_fprop.default in graphs[0], ops.linear_backward.default in graphs[1]] == [True, True]
+    assert not any(ops.linear.default in graph for graph in graphs)
 
 
 def two_models(trained: nn.Module, other: nn.Module, watch: Any, steps: int) -> None:
