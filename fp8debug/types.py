@@ -146,3 +146,11 @@ def parse_share(text: str | float, what: str = "") -> float:
     if not 0 <= share <= 1 or isinstance(text, bool):
         raise UsageError(f"{what or 'expected'} {'is ' if what else ''}a share such as 10% or 0.1, got {text!r}")
     return share
+
+
+def not_observed(gemm: Gemm) -> str:
+    """Return how an event tells that a backward pass ran without a GEMM that its module needs; F149 finds the event by it.
+
+    Recorded runs hold this text, so that another one would leave them unread.
+    """
+    return f"no {gemm.value} was observed"

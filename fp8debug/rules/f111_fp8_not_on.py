@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _COLUMNS = ("sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms")
 #: SQNR of Gaussian data in E4M3, closed form (numerics.md, 4).
 _FP8_DB = 31.5
-#: The lowest limit of a format of less than 8 bits: rounded at random in the coarsest blocks it has 13 dB.
-_LOWEST_LIMIT_DB = 22.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class Fp8NotOn(Rule):
     Thresholds
         - min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; numerics.md, 4.
           A format of less than 8 bits has its own: halfway between its closed-form SQNR (E2M1 in 1x16: 20.4 dB) and E4M3's.
+        - min_low_bit_sqnr_db 22: the lowest that this limit may be: E2M1 rounded at random in its coarsest blocks has 13 dB,
+          halfway to E4M3 (computed).
         - min_bulk_sqnr_db 40: energy of the elements below the ninth decile over the whole error. FP8 cannot exceed
           31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
           histogram; without one the rule asks for max_crest.
@@ -79,6 +79,7 @@ class Fp8NotOn(Rule):
     is_harmful = False
 
     min_sqnr_db: float = 45.0
+    min_low_bit_sqnr_db: float = 22.0
     min_bulk_sqnr_db: float = 40.0
     max_crest: float = 8.0
     max_underflow_rate: float = 0.01
@@ -108,7 +109,7 @@ class Fp8NotOn(Rule):
     @property
     def _low(self) -> Look:
         conditions: Conditions = [
-            Condition("sqnr_db", ">", _LOWEST_LIMIT_DB),
+            Condition("sqnr_db", ">", self.min_low_bit_sqnr_db),
             Keys(IS_BELOW_8_BITS),
             *self._look_conditions,
         ]
@@ -142,7 +143,7 @@ class Fp8NotOn(Rule):
         widest = max(f.mantissa_bits for f in FORMATS.values())
         if trace.cast is None or FORMATS[trace.cast.format].mantissa_bits == widest:
             return self.min_sqnr_db
-        return (trace.cast.gaussian.sqnr_db + _FP8_DB) / 2
+        return max(self.min_low_bit_sqnr_db, (trace.cast.gaussian.sqnr_db + _FP8_DB) / 2)
 
     def _not_low(self, run: Run, in_high_precision: Sequence[Trace]) -> Iterable[Finding]:
         """Return the operands of less than 8 bits that show the error of FP8 alone."""

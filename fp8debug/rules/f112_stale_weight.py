@@ -60,6 +60,9 @@ class StaleWeight(OffWeightRule):
           F128's: an SQNR below and steady within these, and 1 - gain over nmse below the share: 1 for an older weight, 0.5 for
           values in other places, 0 for noise (closed form; 0.02 at 13 dB of noise [measured]).
         - max_e5m2_error_db 0.6: distance from the 25.55 dB of E5M2 at every step, whose noise is F120's. No published basis.
+        - max_e5m2_headroom 1.002: headroom up to which a weight with that SQNR lies under its own scale, within the rounding of
+          a scale in BF16 (2^-9). max_flushed_rate 0.05: share of nonzero elements that are zero; beyond it the scale is at
+          fault, not the values. No published basis.
         - min_own_cosine 0.9: cosine from which on values are the weight's, under wrong scales at a start (F119): a factor of up
           to 2 for each block leaves 0.95.
         - Seen in TransformerEngine #1047, marin #7659.

@@ -67,8 +67,8 @@ class ScaleGrid(Rule):
         - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
           which on the scales are cut off and none is another block's, as in F147: 1 in closed form, but that scales are
           rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
-        - min_coefficient 0.9, max_block_growth 4, min_own_cosine 0.9: what parts scales of other blocks from an older weight
-          that outgrew its scales, and from another weight's values at a start; as in F112, which says where they come from.
+        - min_coefficient 0.9, max_block_growth 4, max_flushed_rate 0.05, min_own_cosine 0.9: what parts other blocks' scales from
+          an older weight that outgrew its scales, and from another weight's values at a start; F112 says where they come from.
         - Where some of at most eight microbatches are another tensor's, the norm lies within 0.1 of the tensor's, as one of the
           same module has about its size, and the cosine within a tenth of a microbatch of their share. No published basis.
     """
@@ -87,6 +87,7 @@ class ScaleGrid(Rule):
     max_resized: float = 16.0
     min_coefficient: float = LIMITS.min_coefficient
     max_block_growth: float = LIMITS.max_block_growth
+    max_flushed_rate: float = LIMITS.max_flushed_rate
     min_own_cosine: float = LIMITS.min_own_cosine
     min_own_share: float = MIN_OWN_SHARE
     min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
@@ -99,7 +100,7 @@ class ScaleGrid(Rule):
             f"(sqnr_db < {self.max_sqnr_db} OR {_IS_FINE} AND sqnr_db < {_HIGHEST_FLOOR_DB}) AND cosine < {self.max_cosine}",
             f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
-            f"NOT (tensor = 'weight' AND {has_outgrown(self.min_coefficient, self.max_block_growth)})",
+            f"NOT (tensor = 'weight' AND {has_outgrown(self.min_coefficient, self.max_block_growth, self.max_flushed_rate)})",
         ]
         return look(conditions, ["sqnr_db", "headroom", "cosine", "norm_ratio", "scale_inv_min", "scale_inv_max", "num_tensors"])
 

@@ -51,7 +51,8 @@ class WeightCopyDiffers(OffWeightRule):
         - max_unrelated 0.3: cosine below which values of the weight's size (norm ratio 0.5 to 1.5) are another tensor's or lie
           in other places, as the message says; of independent ones it is about 1 / sqrt(numel).
         - delayed_sqnr_db 23.5, delayed_cosine 0.998, min_coefficient 0.9, max_block_growth 4, max_noise_db 20,
-          max_noise_share 0.25, max_noise_range_db 2, max_e5m2_error_db 0.6, min_own_cosine 0.9: what parts a weight that is
+          max_noise_share 0.25, max_noise_range_db 2, max_e5m2_error_db 0.6, max_e5m2_headroom 1.002,
+          max_flushed_rate 0.05, min_own_cosine 0.9: what parts a weight that is
           not the own from other faults; as in F112, which says where they come from. Set them for both.
         - max_rank_ratio 2: squared error of the FP8 weight on one rank over that on another, both of the same weight. No
           published basis: replicas of a healthy weight are equal to rounding.

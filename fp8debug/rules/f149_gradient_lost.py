@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
 from fp8debug.rules.reading.traces import percent
+from fp8debug.types import Gemm, not_observed
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 _ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER = (
     *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never"),
 )
-#: What the recorder says of a weight that needs a gradient and whose backward pass computed none.
-_NO_WGRAD = "no wgrad was observed"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
@@ -310,7 +309,7 @@ class GradientLost(Rule):
         """Return the findings of weights that need a gradient, whose backward pass has no wgrad, and that never move."""
         query = (
             "SELECT module, step, num_moved FROM updates WHERE num_grad IS NULL AND coalesce(lr, 1) > 0 AND module IN"
-            f" (SELECT module FROM events WHERE kind = 'skipped' AND message LIKE '%{_NO_WGRAD}%')"
+            f" (SELECT module FROM events WHERE kind = 'skipped' AND message LIKE '%{not_observed(Gemm.WGRAD)}%')"
             " AND module NOT IN (SELECT module FROM raw WHERE gemm = 'wgrad' AND actual AND numel > 0) ORDER BY step, module"
         )
         rows: dict[str, list[dict[str, Any]]] = {}

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp8debug.rules import Severity, triage
+from fp8debug.rules.base import Rule
+from fp8debug.rules.f111_fp8_not_on import Fp8NotOn
+from fp8debug.rules.f112_stale_weight import StaleWeight
+from fp8debug.rules.f119_scale_grid import ScaleGrid
+from fp8debug.rules.f121_weight_copy import WeightCopyDiffers
 from fp8debug.rules.f124_outliers_with_depth import theil_sen
 from fp8debug.rules.reading.model_structure import fprop_inputs, is_routed, numbered
+from fp8debug.types import Gemm, not_observed
 from tests.rules import sick_wholeruns as sick
 from tests.synthetic import MODULES, Override, build
 
@@ -325,7 +332,8 @@ def test_a_weight_whose_backward_pass_has_no_wgrad(tmp_path: Path, moved: int, t
     """A frozen weight has none either, and the recorder says nothing of it."""
     none = {"num_grad": None, "num_moved": moved, "sum_grad2": None, "sum_update2": 0.0, "num_intended": None, "num_lost": None,
             "sum_intended2": None, "sum_intended_update": None}  # fmt: skip
-    text = f"{sick.CULPRIT} is not recorded in full: no wgrad was observed in its backward pass"
+    text = f"{sick.CULPRIT} is not recorded in full: {not_observed(Gemm.WGRAD)} in its backward pass"
+    assert "no wgrad was observed" in text  # as in runs that are recorded already
     findings = triage(
         build(
             tmp_path / "run", events=[(0, "skipped", sick.CULPRIT, text)] if told else [],
@@ -363,3 +371,14 @@ def test_a_weight_that_barely_moves_returns_by_chance(tmp_path: Path, moved: flo
     path = [Override(**{**one.__dict__, "slots": {**one.slots, **amax}}) for one in path]
     found = [f.name for f in triage(build(tmp_path / "run", events=sick.RESUME, overrides=path)) if f.code == "F150"]
     assert found == (["older-weights"] if is_named else [])
+
+
+@pytest.mark.parametrize("rule", [StaleWeight, WeightCopyDiffers, ScaleGrid])
+def test_the_share_of_flushed_elements_is_a_threshold(rule: type[Rule]) -> None:
+    usual = list(rule().looks())
+    assert list(replace(rule(), max_flushed_rate=0.2).looks()) != usual  # type: ignore[call-arg]
+
+
+def test_the_lowest_limit_below_8_bits_is_a_threshold() -> None:
+    usual = list(Fp8NotOn().looks())
+    assert list(Fp8NotOn(min_low_bit_sqnr_db=24.0).looks()) != usual

@@ -28,7 +28,7 @@ from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward, WhatIfSlots
 from fp8debug.observer.sharding import TensorShard, layout_by_marks
 from fp8debug.recipes import Cast
-from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
+from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole, not_observed
 
 #: (gemm, tensor, cast as far as the GEMM shows it) -> the cast that is in force there.
 CastOf = Callable[[Gemm, TensorRole, Cast], Cast]
@@ -437,7 +437,7 @@ class InterceptingProbe(Probe):
         call.grad_output = call.weight = call.shard = call.kept = call.known = None
         if has_gradient:
             for which in sorted(call.wanted - call.recorded):
-                self.report_once(f"not recorded in full: no {which} was observed in its backward pass")
+                self.report_once(f"not recorded in full: {not_observed(which)} in its backward pass")
 
     def _fitting(self, which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
         """Return the GEMM as :func:`fitting` does; where its shapes fit both ways, as it ran in other modules of the class.

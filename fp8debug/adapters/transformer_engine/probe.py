@@ -20,7 +20,7 @@ from fp8debug.observer.master_weights import follow_optimizers, master_weight
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Product
 from fp8debug.observer.rechecks import SavedForBackward
-from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole, not_observed
 
 
 def recipe_in_force(module: Any) -> Any:
@@ -144,7 +144,7 @@ class TeProbe(SubLinearProbe):
             self.report_once("not recorded in full: no GEMM in FP8 was observed in its backward pass")
             return
         if wgrad is None and self._trains():
-            self.report_once("not recorded in full: no wgrad was observed in its backward pass (delay_wgrad_compute?)")
+            self.report_once(f"not recorded in full: {not_observed(Gemm.WGRAD)} in its backward pass (delay_wgrad_compute?)")
         self.backward(line.grad_output, line.weight, dgrad, wgrad, line.kept)
 
     def _trains(self) -> bool:

@@ -48,6 +48,8 @@ class WeightLimits:
     max_noise_share: float
     max_noise_range_db: float
     max_e5m2_error_db: float
+    max_e5m2_headroom: float
+    max_flushed_rate: float
     min_own_cosine: float
     max_unrelated: float
 
@@ -70,6 +72,8 @@ LIMITS = WeightLimits(
     max_noise_share=0.25,
     max_noise_range_db=2.0,
     max_e5m2_error_db=0.6,
+    max_e5m2_headroom=1.002,
+    max_flushed_rate=0.05,
     min_own_cosine=0.9,
     max_unrelated=0.3,
 )
@@ -91,6 +95,8 @@ class OffWeightRule(Rule):
     max_noise_share: float = LIMITS.max_noise_share
     max_noise_range_db: float = LIMITS.max_noise_range_db
     max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
+    max_e5m2_headroom: float = LIMITS.max_e5m2_headroom
+    max_flushed_rate: float = LIMITS.max_flushed_rate
     min_own_cosine: float = LIMITS.min_own_cosine
 
     @property
@@ -99,16 +105,17 @@ class OffWeightRule(Rule):
         return replace(LIMITS, **{f.name: getattr(self, f.name) for f in fields(LIMITS) if hasattr(self, f.name)})
 
 
-def has_outgrown(min_coefficient: float, max_block_growth: float) -> str:
+def has_outgrown(min_coefficient: float, max_block_growth: float, max_flushed_rate: float = LIMITS.max_flushed_rate) -> str:
     """Return the SQL predicate that values are those of an older weight, whose scales this one has outgrown.
 
     Args:
         min_coefficient: of the weight on the older one.
         max_block_growth: growth of a block's amax over growth of the weight's norm.
+        max_flushed_rate: share of the nonzero elements that are zero: beyond it the scale is at fault.
     """
     return (
         f"(norm_ratio < 1 AND cosine > {min_coefficient} * norm_ratio AND headroom * norm_ratio < {max_block_growth}"
-        " AND coalesce(underflow_nonzero_rate, 0) < 0.05)"
+        f" AND coalesce(underflow_nonzero_rate, 0) < {max_flushed_rate})"
     )
 
 
@@ -132,7 +139,10 @@ def look_for_weights(limits: WeightLimits) -> Look:
     # The last two are for the comparison between ranks.
     columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
     columns += ["gain", "nmse", "norm_ratio", "scale_inv_min", "scale_inv_max"]
-    columns += [f"{has_outgrown(limits.min_coefficient, limits.max_block_growth)} AS has_outgrown", f"{HAS_SHRUNK} AS has_shrunk"]
+    columns += [
+        f"{has_outgrown(limits.min_coefficient, limits.max_block_growth, limits.max_flushed_rate)} AS has_outgrown",
+        f"{HAS_SHRUNK} AS has_shrunk",
+    ]
     highest = Condition("sqnr_db", "<", max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))  # the deficit is never negative
     return look([highest, Keys("tensor = 'weight'"), _bad(limits)], columns)
 
@@ -141,7 +151,7 @@ def _bad(limits: WeightLimits) -> str:
     sqnr = f"(sqnr_db + {deficit_sql()})"
     own_scale = f"NOT {IS_DELAYED} AND NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
     return (
-        f"numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
+        f"numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < {limits.max_flushed_rate}"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
         f" AND (NOT {IS_DELAYED} OR {sqnr} < {limits.delayed_sqnr_db} AND cosine < {limits.delayed_cosine})"
         f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
@@ -249,7 +259,8 @@ def _share_is_mixed(row: dict[str, Any], min_rows: float) -> bool:
 def _has_noise_of_e5m2(trace: Trace, limits: WeightLimits) -> bool:
     """Return whether it is E5M2 that is measured: the same SQNR at every step under the tensor's own scale."""
     return all(
-        abs(row["sqnr_db"] - _E5M2_DB) < limits.max_e5m2_error_db and (row["headroom"] or 1) <= 1.002 for row in trace.rows
+        abs(row["sqnr_db"] - _E5M2_DB) < limits.max_e5m2_error_db and (row["headroom"] or 1) <= limits.max_e5m2_headroom
+        for row in trace.rows
     )
 
 
