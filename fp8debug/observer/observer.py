@@ -205,6 +205,7 @@ class Observer:
         self.sampling = True
         self.is_off = False
         self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
+        self.is_told_steps = False  # the program says when each step is over
         self.in_shape_inference = False  # what runs now is no training
         self.begun: set[str] | None = None  # modules whose calls begin to be recorded, while that is asked for
         self.not_again: frozenset[str] = frozenset()  # modules whose calls are recorded already, while they run once more
@@ -242,6 +243,13 @@ class Observer:
         self.gradient_sums: dict[str, GradientSums] = {}  # by module, of a step with more than one backward pass
         self.tensor_cache: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Gemm, Tensor]] = []
+
+    def is_idle(self, x: Tensor) -> bool:
+        """Return whether nothing is recorded of passes on x's device until the program says that the step is over."""
+        settings = self.settings
+        if self.sampling or not self.is_told_steps or settings.inference:
+            return False
+        return not (settings.check_finite or (settings.check_finite is None and not x.is_cuda))
 
     @property
     def takes_pass(self) -> bool:

@@ -449,3 +449,27 @@ def test_a_model_that_nobody_watches_costs_no_look_at_the_watched_one(tmp_path: 
         mine.data, theirs.data = theirs.data, mine.data
         two_models(watched, other, watch, 2)
     assert {row["step"] for row in rows(tmp_path / "run") if row["module"] == "blocks.0.gate"} == {0, 2, 4, 6}
+
+
+def test_an_op_of_a_step_without_a_sample_looks_for_no_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "blockwise")
+    model.compile(backend="aot_eager", fullgraph=True)
+    looks: list[object] = []
+    look = LinearOps._of
+
+    def counted(self: LinearOps, weight: Tensor, trains: bool) -> Any:
+        looks.append(weight)
+        return look(self, weight, trains)
+
+    monkeypatch.setattr(LinearOps, "_of", counted)
+    counts = []
+    for check_finite in (False, True):
+        with fp8debug.watch(model, tmp_path / str(check_finite), every=2, what_if=(), check_finite=check_finite) as watch:
+            for _ in range(4):
+                looks.clear()
+                model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
+                counts.append(len(looks))
+                watch.step()
+    assert counts == [2, 0, 2, 0, 2, 2, 2, 2]
+    assert {row["step"] for row in rows(tmp_path / "False")} == {0, 2}

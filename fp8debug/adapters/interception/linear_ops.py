@@ -39,13 +39,17 @@ class LinearOps:
     def add(self, layer: Fp8Linear, probe: Probe) -> Callable[[], None]:
         """Record a module until the function that is returned is called."""
         key = id(layer), not probe.observer.settings.inference
-        self._recorders[key] = LinearRecorder(layer, probe)
+        recorder = self._recorders[key] = LinearRecorder(layer, probe)
+        recorder.observer.on_end_step.append(recorder.forget)
         self._forget_addresses()
         if self not in linear_ops.observers:
             linear_ops.observers.append(self)
 
         def remove() -> None:
-            self._recorders.pop(key, None)
+            if self._recorders.get(key) is recorder:
+                del self._recorders[key]
+            if recorder.forget in recorder.observer.on_end_step:
+                recorder.observer.on_end_step.remove(recorder.forget)
             self._forget_addresses()
             if not self._recorders and self in linear_ops.observers:
                 linear_ops.observers.remove(self)
@@ -54,6 +58,8 @@ class LinearOps:
 
     def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.OpRecorder | None:
         """Return what records a forward op; None where nothing is recorded of it."""
+        if self._are_idle(x):
+            return None
         found = self._of(weight, trains)
         if found is not None and is_of_cuda_graph():
             found.leave_out()
@@ -64,10 +70,20 @@ class LinearOps:
 
     def begin_backward(self, grad_output: Tensor, weight: Tensor) -> linear_ops.OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
-        if is_of_cuda_graph():
+        if self._are_idle(grad_output) or is_of_cuda_graph():
             return None
         found = self._of(weight, True)
         return found if found is not None and found.observes(grad_output) else None
+
+    def _are_idle(self, x: Tensor) -> bool:
+        """Return whether no watch records anything in this step, and no FLOPs are counted."""
+        if Fp8Linear.counters:
+            return False
+        for observer in self._observers.values():
+            if not observer.is_idle(x):
+                return False
+            observer.deferred_release.release_some()
+        return True
 
     def _of(self, weight: Tensor, trains: bool) -> LinearRecorder | None:
         address = weight.data_ptr(), trains
@@ -121,7 +137,6 @@ class LinearRecorder:
         self._layer, self._probe = layer, probe
         self._is_sampled = False
         self._kept: dict[int, SavedForBackward] = {}  # of forward ops, by the address of the operand of wgrad that they saved
-        self._step_count = -1
 
     @property
     def observer(self) -> Observer:
@@ -143,9 +158,6 @@ class LinearRecorder:
         """Begin a forward op, and return whether anything is recorded of it."""
         for count in self._layer.counters:
             count(self._layer, 2 * x.numel() * weight.shape[0])
-        if self._step_count != self._probe.observer.step_count:
-            self._step_count = self._probe.observer.step_count
-            self._kept.clear()
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(trains)  # the op of a pass that trains runs below autograd
         try:
@@ -155,6 +167,10 @@ class LinearRecorder:
         if self._is_sampled:
             self._probe.layout = None
         return self._is_sampled or self._checks(x)
+
+    def forget(self) -> None:
+        """Let go of what the step that is over has kept."""
+        self._kept.clear()
 
     def observes(self, grad_output: Tensor) -> bool:
         """Return whether anything is recorded of a backward op."""
@@ -197,7 +213,7 @@ class LinearRecorder:
 
     def backward(self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None) -> None:
         """Record dgrad and wgrad, or whether they are finite."""
-        if self._kept and self._step_count == self._probe.observer.step_count:
+        if self._kept:
             address = _address(None if wgrad is None else wgrad[1])
             # A recomputed forward op has saved the operand elsewhere; its backward op is that of the last one.
             kept = self._kept.pop(address) if address in self._kept else self._kept.popitem()[1]

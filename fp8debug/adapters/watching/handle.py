@@ -219,7 +219,7 @@ class Watch:
         if self._closed:
             raise UsageError(f"the watch of {self.path} is closed; no step can be recorded after close()")
         is_announced = self._passes is not None and not self._explicit and not self._passes.has_pass
-        self._explicit = True
+        self._explicit = self._observer.is_told_steps = True
         if is_announced:
             return
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
