@@ -148,9 +148,9 @@ def parse_share(text: str | float, what: str = "") -> float:
     return share
 
 
-def not_observed(gemm: Gemm) -> str:
-    """Return how an event tells that a backward pass ran without a GEMM that its module needs; F149 finds the event by it.
+def not_observed(*gemms: Gemm) -> str:
+    """Return how an event tells that a backward pass ran without GEMMs that its module needs; F149 finds the event by it.
 
     Recorded runs hold this text, so that another one would leave them unread.
     """
-    return f"no {gemm.value} was observed"
+    return f"no {', '.join(sorted(gemm.value for gemm in gemms))} was observed"

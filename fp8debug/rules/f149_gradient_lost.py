@@ -26,6 +26,8 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed"}  # fmt: skip
+#: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
+_WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
@@ -307,9 +309,10 @@ class GradientLost(Rule):
 
     def _without_wgrad(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of weights that need a gradient, whose backward pass has no wgrad, and that never move."""
+        told = " OR ".join(f"message LIKE '%{not_observed(*gemms)}%'" for gemms in _WITHOUT_WGRAD)
         query = (
             "SELECT module, step, num_moved FROM updates WHERE num_grad IS NULL AND coalesce(lr, 1) > 0 AND module IN"
-            f" (SELECT module FROM events WHERE kind = 'skipped' AND message LIKE '%{not_observed(Gemm.WGRAD)}%')"
+            f" (SELECT module FROM events WHERE kind = 'skipped' AND ({told}))"
             " AND module NOT IN (SELECT module FROM raw WHERE gemm = 'wgrad' AND actual AND numel > 0) ORDER BY step, module"
         )
         rows: dict[str, list[dict[str, Any]]] = {}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from fp8debug.errors import AttachError
+from tests.adapters.interception.test_buffers import Linear
 from tests.adapters.linears import CHECKPOINTS
 
 
@@ -141,3 +142,30 @@ def test_a_loop_with_a_gradient_scaler(tmp_path: Path) -> None:
             watch.step(loss=loss, loss_scale=scale)
     steps = fp8debug.Run(tmp_path / "run").sql("SELECT loss_scale FROM steps").column("loss_scale").to_pylist()
     assert steps == [1024.0, 1024.0]
+
+
+class Stage(Linear):
+    """A Linear in FP8 whose output is scaled, so that a backward pass may end between the two."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.product = super().forward(input)
+        return self.product * 1.0
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_backward_pass_that_ends_before_both_gemms(tmp_path: Path, is_cut: bool) -> None:
+    torch.manual_seed(0)
+    stage, head = Stage(), nn.Linear(32, 16, dtype=torch.bfloat16)
+    block = nn.Sequential(stage, head)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    with fp8debug.watch(block, tmp_path / "run", every=1, what_if=()) as watch:
+        for _ in range(5):
+            loss = block(torch.randn(48, 64, requires_grad=True).bfloat16()).float().square().mean()
+            own = list((head if is_cut else block).parameters())
+            for parameter, grad in zip(own, torch.autograd.grad(loss, [*own, stage.product]), strict=False):
+                parameter.grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss.detach())
+    found = [(f.code, f.name, f.module) for f in fp8debug.triage(tmp_path / "run") if f.code == "F149"]
+    assert found == ([("F149", "gradient-never-computed", "0")] if is_cut else [])

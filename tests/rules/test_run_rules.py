@@ -327,13 +327,21 @@ def test_a_gradient_on_top_of_something_far_larger_counts_at_one_step(tmp_path: 
     assert found == ([("F149", "gradient-kept", sick.CULPRIT)] if is_named else [])
 
 
-@pytest.mark.parametrize(("moved", "told", "is_named"), [(0, True, True), (5, True, False), (0, False, False)])
-def test_a_weight_whose_backward_pass_has_no_wgrad(tmp_path: Path, moved: int, told: bool, is_named: bool) -> None:
+@pytest.mark.parametrize(
+    ("moved", "told", "is_named"),
+    [
+        (0, (Gemm.WGRAD,), True), (0, (Gemm.DGRAD, Gemm.WGRAD), True), (5, (Gemm.WGRAD,), False),
+        (0, (Gemm.DGRAD,), False), (0, (), False),
+    ],
+)  # fmt: skip
+def test_a_weight_whose_backward_pass_has_no_wgrad(tmp_path: Path, moved: int, told: tuple[Gemm, ...], is_named: bool) -> None:
     """A frozen weight has none either, and the recorder says nothing of it."""
     none = {"num_grad": None, "num_moved": moved, "sum_grad2": None, "sum_update2": 0.0, "num_intended": None, "num_lost": None,
             "sum_intended2": None, "sum_intended_update": None}  # fmt: skip
-    text = f"{sick.CULPRIT} is not recorded in full: {not_observed(Gemm.WGRAD)} in its backward pass"
-    assert "no wgrad was observed" in text  # as in runs that are recorded already
+    text = f"{sick.CULPRIT} is not recorded in full: {not_observed(*told)} before the step ended"
+    # As in runs that are recorded already.
+    assert not_observed(Gemm.WGRAD) == "no wgrad was observed"
+    assert not_observed(Gemm.DGRAD, Gemm.WGRAD) == "no dgrad, wgrad was observed"
     findings = triage(
         build(
             tmp_path / "run", events=[(0, "skipped", sick.CULPRIT, text)] if told else [],
