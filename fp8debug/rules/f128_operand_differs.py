@@ -212,7 +212,7 @@ class OperandDiffers(Rule):
         """Return the share of elements that are zero beyond those that the cast can make so; 0 where that is not known."""
         if cast is None or not row["log2_hist"] or not row["scale_inv_max"]:
             return 0.0
-        return float(row["underflow_rate"]) - most_underflow(cast, row["log2_hist"], row["scale_inv_max"]) / row["numel"]
+        return float(row["underflow_rate"]) - most_underflow(cast, row["log2_hist"], row["scale_inv_max"]) / int(row["numel"])
 
     def _of_zeros(self, trace: Trace) -> Finding:
         row = trace.worst("underflow_rate")
