@@ -93,11 +93,12 @@ class ScaleRoundedDown(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
         for trace in traces(run, self._look):
-            row = trace.worst("overflow_rate")
-            rate, gain = row["overflow_rate"], row["gain"]
             declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"
+            far = None if declared else trace.where(self._is_far)
+            is_short = not declared and far is None
+            row = (far or trace).worst("overflow_rate")
+            rate, gain = row["overflow_rate"], row["gain"]
             cause = "pow2_floor rounds scale_inv down" if declared else "the kernel makes its scale too small"
-            is_short = not declared and row["headroom"] is not None and row["headroom"] <= self.min_headroom_undeclared
             if is_short:
                 cause += f", by {percent(1 - 1 / max(1.0, row['headroom']))} at most, as one made of rounded values is"
             message = (
@@ -108,6 +109,10 @@ class ScaleRoundedDown(Rule):
             threshold = self.max_rate if rate > self.max_rate else 0.0
             finding = trace.finding(self, severity, message, value=rate, threshold=threshold)
             yield finding if declared else replace(finding, cure="check the cast's kernel; else BF16 for this GEMM")
+
+    def _is_far(self, row: dict[str, Any]) -> bool:
+        """Return whether a scale is smaller than one made of rounded values."""
+        return row["headroom"] is None or row["headroom"] > self.min_headroom_undeclared
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to what makes the scale another tensor's: a second cast, a stale or foreign weight, one code for all."""

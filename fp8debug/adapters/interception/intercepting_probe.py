@@ -496,9 +496,9 @@ class InterceptingProbe(Probe):
     def _end_step(self) -> None:
         for call in self._unfinished:
             if call.grad_output is not None:
-                missing = ", ".join(sorted(call.wanted - call.recorded))
+                missing = call.wanted - call.recorded
                 if missing:
-                    self.report_once(f"not recorded in full: no {missing} was observed before the step ended")
+                    self.report_once(f"not recorded in full: {not_observed(*missing)} before the step ended")
         self._unfinished.clear()
 
 
