@@ -54,9 +54,8 @@ class ScaleRoundedDown(Rule):
         - max_headroom 1.15: under delayed scaling with pow2_floor, how far an amax can lie above what the scale holds
           by its rounding alone, 2 / 1.75 = 1.143; beyond, the scale is stale (F101).
         - min_headroom_undeclared 1.07: where pow2_floor is not declared, how far the largest value must lie above what its
-          scale holds. A scale made of values that were rounded to E4M3 before is at most 1/17 short, which changes no
-          value more than rounding does: up to max_rate it is left alone, beyond it is a warning. An E4M3 scale (NVFP4) is
-          so by its definition, and is left out.
+          scale holds. A scale made of values that were rounded to E4M3 before is at most 1/17 short, and harmless; an
+          E4M3 scale (NVFP4) is so by its definition, and is left out.
         - Seen in ao #2035, mlx #4353, aiter #3212.
     """
 
@@ -82,9 +81,9 @@ class ScaleRoundedDown(Rule):
             "coalesce(gain, 1) <= 1.001",
             f"cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
             f" OR {_CLIPS_NOTHING} AND num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
-            f" AND (coalesce(headroom, 2) > {self.min_headroom_undeclared} OR overflow_rate > {self.max_rate})",
+            f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared}",
         ]
-        return look(conditions, ["overflow_rate", "gain", "headroom"])
+        return look(conditions, ["overflow_rate", "gain"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""
@@ -93,26 +92,18 @@ class ScaleRoundedDown(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
         for trace in traces(run, self._look):
-            declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"
-            far = None if declared else trace.where(self._is_far)
-            is_short = not declared and far is None
-            row = (far or trace).worst("overflow_rate")
+            row = trace.worst("overflow_rate")
             rate, gain = row["overflow_rate"], row["gain"]
+            declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"
             cause = "pow2_floor rounds scale_inv down" if declared else "the kernel makes its scale too small"
-            if is_short:
-                cause += f", by {percent(1 - 1 / max(1.0, row['headroom']))} at most, as one made of rounded values is"
             message = (
                 f"{percent(rate)} of the {trace.gemm} {trace.tensor} clips at step {row['step']} under its own current"
                 f" scale: {cause}" + (f" (gain {gain:.4f})" if gain is not None else "")
             )
-            severity = Severity.ERROR if rate > self.max_rate and not is_short else Severity.WARNING
-            threshold = self.max_rate if rate > self.max_rate else 0.0
+            severity = Severity.ERROR if rate > self.max_rate else Severity.WARNING
+            threshold = self.max_rate if severity is Severity.ERROR else 0.0
             finding = trace.finding(self, severity, message, value=rate, threshold=threshold)
             yield finding if declared else replace(finding, cure="check the cast's kernel; else BF16 for this GEMM")
-
-    def _is_far(self, row: dict[str, Any]) -> bool:
-        """Return whether a scale is smaller than one made of rounded values."""
-        return row["headroom"] is None or row["headroom"] > self.min_headroom_undeclared
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to what makes the scale another tensor's: a second cast, a stale or foreign weight, one code for all."""

@@ -343,16 +343,6 @@ def test_a_delayed_scale_that_is_rounded_down_is_not_a_stale_one(tmp_path: Path)
     assert (finding.code, finding.module, finding.tensor) == ("F104", "blocks.0.mlp.up", "input")
 
 
-def test_a_step_that_rounded_values_explain_does_not_make_little_of_one_that_they_do_not(tmp_path: Path) -> None:
-    def clipped(steps: tuple[int, int | None], share_: float, headroom: float) -> Override:
-        slots = {"num_saturated": share(share_), "headroom": headroom, "gain": 0.998}
-        return Override(module="blocks.0.mlp.up", gemm="fprop", tensor="input", steps=steps, slots=slots)
-
-    overrides = [clipped((20, 30), 0.02, 1.05), clipped((30, None), 0.005, 1.14)]
-    (finding,) = triage(build(tmp_path / "run", overrides=overrides), select=["F104"])
-    assert finding.severity is Severity.ERROR and "at most" not in finding.message and "step 30" in finding.message
-
-
 def test_an_exact_operand_beside_one_in_fp8_is_information(tmp_path: Path) -> None:
     """FP8 is on there; a tensor that lay on the FP8 grid before its cast looks like one that was not cast."""
     overrides = [Override(**{**INPUT, "reference": "operand"}, slots={"sum_err2": 0.0})]
