@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, cast_floor_db, most_underflow, tensor_floor_db
-from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Keys, Look, look
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db, tensor_floor_db
+from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, num_right, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -63,10 +63,6 @@ class OperandDiffers(Rule):
         times the largest scale, where nothing clips. One element beyond is proof of another rounding, or of a wrong element,
         at any SQNR: mantissas that are cut off have 26.8 dB.
 
-        zeros-differ: more zeros than the cast can make. A value underflows where it lies below half the format's smallest one
-        times its scale; the histogram of magnitudes bounds how many do under the largest scale, the whole bin counted. Small
-        values that are zero leave SQNR as it is.
-
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
         seen; rows that a kernel never wrote, wrong signs and stale buffers have no signature of their own.
@@ -100,8 +96,6 @@ class OperandDiffers(Rule):
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
-        - max_zero_rate 0.05: of zeros-differ, share of the elements that is zero beyond what the histogram explains; numerics.md,
-          4 (act above 5 %). Not in wgrad's grad_output, a leaf, and not under stochastic rounding or a Hadamard transform.
         - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
           of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
@@ -131,7 +125,6 @@ class OperandDiffers(Rule):
     max_unmeasured_headroom: float = 8.0
     max_amax_floor: float = 1e-12
     max_unrelated: float = 0.1
-    max_zero_rate: float = 0.05
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -161,17 +154,6 @@ class OperandDiffers(Rule):
         yield self._unmeasured
         yield self._unscaled
         yield self._elements
-        yield self._zeros
-
-    @property
-    def _zeros(self) -> Look:
-        conditions: list[Condition | Keys | str] = [
-            Condition("underflow_rate", ">", self.max_zero_rate),
-            Keys("NOT (gemm = 'wgrad' AND tensor = 'grad_output')"),
-            Keys("cast_name NOT LIKE '%stochastic%' AND cast_name NOT LIKE '%hadamard%'"),
-            f"NOT {IS_BELOW_8_BITS} AND NOT (scale_inv_min = 1 AND scale_inv_max = 1)",
-        ]
-        return look(conditions, ["underflow_rate", "numel", "scale_inv_max", "log2_hist", "sqnr_db"])
 
     @property
     def _elements(self) -> Look:
@@ -201,29 +183,7 @@ class OperandDiffers(Rule):
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
                 yield self._of_elements(trace)
-        for whole in traces(run, self._zeros):
-            trace = whole.where(lambda row, cast=whole.cast: self._unexplained(cast, row) > self.max_zero_rate)  # type: ignore[misc]  # bound now
-            if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
-                yield self._of_zeros(trace)
         yield from self._without_errors(run)
-
-    @staticmethod
-    def _unexplained(cast: Cast | None, row: dict[str, Any]) -> float:
-        """Return the share of elements that are zero beyond those that the cast can make so; 0 where that is not known."""
-        if cast is None or not row["log2_hist"] or not row["scale_inv_max"]:
-            return 0.0
-        return float(row["underflow_rate"]) - most_underflow(cast, row["log2_hist"], row["scale_inv_max"]) / int(row["numel"])
-
-    def _of_zeros(self, trace: Trace) -> Finding:
-        row = trace.worst("underflow_rate")
-        more = self._unexplained(trace.cast, row)
-        message = (
-            f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step {row['step']},"
-            f" where its magnitudes and its largest scale explain {percent(row['underflow_rate'] - more)}: a kernel flushes"
-            " small values, masks some, or leaves rows unwritten"
-        )
-        finding = trace.finding(self, Severity.ERROR, message, value=more, threshold=self.max_zero_rate)
-        return replace(finding, name="zeros-differ")
 
     def _floor_of(self, cast: Cast, row: dict[str, Any], least: float) -> float:
         """Return the lowest SQNR of a correct cast: of any tensor, or below 8 bits under current scaling of these magnitudes."""
