@@ -103,9 +103,6 @@ _UNDERFLOW_LEAF = HealthyRange((0, 0.01, 0.05, 1), (0, 0, 1, 1.5))  # wgrad is a
 _SATURATION = HealthyRange((0, 1e-9, 1e-3, 1), (0, 1, 2, 3))
 _SATURATION_DELAYED = HealthyRange((0, 1e-4, 1e-3, 1e-2, 1), (0, 0, 1, 2, 3))
 _GAIN = HealthyRange((0, 0.95, 0.99, 0.998, 1.002, 1.01, 1.05, 2), (3, 2, 1, 0, 0, 1, 2, 3))
-# Rounding to nearest moves equal values by up to 1/17 in E4M3 and 1/9 in E5M2, all one way (closed form): a sound gain.
-_GAIN_OPERAND = HealthyRange((0, 0.94, 0.99, 0.998, 1.002, 1.01, 1.06, 2), (3, 2, 1, 0, 0, 1, 2, 3))
-_GAIN_OPERAND_E5M2 = HealthyRange((0, 0.885, 0.99, 0.998, 1.002, 1.01, 1.115, 2), (3, 2, 1, 0, 0, 1, 2, 3))
 # Clean runs in FP4 [measured: tests/bench/clean.py --low-bit]: underflow up to 0.38 in inputs and 0.72 in gradients, gain 0.97 to
 # 1.04, under E4M3 scales up to 5.3 % of the elements beyond the format's max, by at most 1/16. pow2_even lets an amax clip by
 # up to 31/28: 0.55 % of Gaussian and 3.5 % of uniform values in blocks of 32 [measured: fp8debug.measure of 1024 x 2048].
@@ -167,7 +164,7 @@ _ENVELOPES: dict[str, tuple[tuple[int, HealthyRange], ...]] = {
     ),
     **dict.fromkeys(("underflow_rate", "underflow_nonzero_rate"), ((WGRAD_GRAD_OUTPUT, _UNDERFLOW_LEAF), (0, _UNDERFLOW))),
     "overflow_rate": ((DELAYED, _SATURATION_DELAYED), (EVEN, _SATURATION_ROUNDED), (0, _SATURATION)),
-    **dict.fromkeys(("gain", "norm_ratio"), ((EXACT, _GAIN), (SHADOW, _GAIN), (E5M2, _GAIN_OPERAND_E5M2), (0, _GAIN_OPERAND))),
+    **dict.fromkeys(("gain", "norm_ratio"), ((0, _GAIN),)),
     **dict.fromkeys(("nonfinite_rate", "actual_nonfinite_rate"), ((0, _NONFINITE),)),
     "headroom": ((0, _HEADROOM),),
     "scale_log2_ratio": ((0, _RATIO),),
