@@ -473,3 +473,21 @@ def test_an_op_of_a_step_without_a_sample_looks_for_no_recorder(tmp_path: Path, 
                 watch.step()
     assert counts == [2, 0, 2, 0, 2, 2, 2, 2]
     assert {row["step"] for row in rows(tmp_path / "False")} == {0, 2}
+
+
+def test_a_recipe_that_is_set_between_samples_is_told_at_its_step(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model: Any = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "blockwise")
+
+    @torch.compile(backend="aot_eager")
+    def loss_of(x: Tensor) -> Tensor:
+        return cast(Tensor, model(x)).sum()
+
+    with fp8debug.watch(model, tmp_path / "run", every=5, what_if=(), check_finite=False) as watch:
+        for step in range(6):
+            if step == 3:
+                model[0].set_recipe("rowwise")
+            loss_of(torch.ones(4, WIDTH, requires_grad=True)).backward()
+            watch.step()
+    told = fp8debug.Run(tmp_path / "run").sql("SELECT step FROM events WHERE kind = 'recipe'").to_pylist()
+    assert [event["step"] for event in told] == [3]

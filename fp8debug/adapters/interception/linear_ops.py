@@ -59,6 +59,9 @@ class LinearOps:
     def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.OpRecorder | None:
         """Return what records a forward op; None where nothing is recorded of it."""
         if self._are_idle(x):
+            for observer in self._observers.values():
+                if trains and not observer.in_shape_inference:
+                    observer.before_forward()  # a recipe that was set holds from this step on
             return None
         found = self._of(weight, trains)
         if found is not None and is_of_cuda_graph():
