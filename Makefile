@@ -17,6 +17,8 @@ SITE_STAMP := $(VENV)/.fp8debug-docs
 # Python compiles a module when it is first imported, and keeps it: all of torch's at once take longer than torch takes to
 # arrive. The tests import torch in a hundred processes, so nothing may keep Python from keeping.
 export PYTHONDONTWRITEBYTECODE :=
+# A worker that dies ends the tests: with another in its place, xdist waits for ever.
+PARALLEL := -n auto --dist loadfile --max-worker-restart=0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 # make test-floor and test-newest, environments of their own: the oldest versions that pyproject.toml allows, and the newest that
@@ -33,20 +35,20 @@ FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py 
 demo: $(USER_STAMP)
 	$(BIN)/python examples/demo.py
 
-# A file at a time on every core; then what wants the machine for itself: pages, which wait, and times. Named files may have none (5).
+# A file at a time on every core, then what wants the machine for itself: pages, which wait, and times. Named files may have none (5).
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not browser and not alone' $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m 'browser or alone' -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 test-floor: $(STAMP)
 	test -x build/floor/bin/fp8debug || { $(PYTHON) -m venv build/floor && build/floor/bin/python -m pip --disable-pip-version-check \
 		install --quiet $(PIP_ARGS) $$($(BIN)/python scripts/floors.py) && build/floor/bin/python -m pip install --quiet --no-deps -e .; }
-	build/floor/bin/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS)
+	build/floor/bin/python -m pytest $(PARALLEL) -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS)
 
 test-newest: $(STAMP)
 	test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
 	build/newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade $(PIP_ARGS) -e '.[dumps,torchao]' $$($(BIN)/python scripts/floors.py --tools)
-	build/newest/bin/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS) tests/adapters
+	build/newest/bin/python -m pytest $(PARALLEL) -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS) tests/adapters
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

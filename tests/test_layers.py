@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -320,6 +322,17 @@ def classes_named_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
     return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_a_file_of_tests_is_one_module() -> None:
+    """Loaded under two names, its ops would be registered twice, and calls of the first read memory that is gone."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(ROOT / "tests"):
+            names[file].append(name)
+    assert names[__file__] == ["tests.test_layers"]
+    assert not {file: found for file, found in names.items() if len(found) > 1}
 
 
 def test_one_thing_has_one_name() -> None:
