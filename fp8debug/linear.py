@@ -288,7 +288,11 @@ class Fp8Linear(nn.Linear):
         return history
 
     def _begin_histories(self) -> None:
-        """Have an amax history for each delayed cast, on the weight's device, before a graph that reads them is compiled."""
+        """Have the amax histories ready before a graph that reads them is compiled."""
+        self._memories = self._states_of_histories()
+
+    def _states_of_histories(self) -> list[Tensor | None]:
+        """Return the state of each delayed cast's amax history, on the weight's device, by operand."""
         device = next(self.parameters()).device
         for key, cast in self.recipe.casts.items():
             if cast is not None and cast.scaling == "delayed":
@@ -296,32 +300,37 @@ class Fp8Linear(nn.Linear):
                 if history.memory.device != device:
                     history.memory = torch.empty_like(history.memory, device=device).copy_(history.memory)
         histories = [self._histories.get(key) for key in OPERAND_SITES]
-        self._memories = [None if history is None else history.memory for history in histories]
+        return [None if history is None else history.memory for history in histories]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input ``[..., K]`` times weight, plus bias: ``[..., N]``.
 
-        Under torch.compile it is part of the graph, as ops of ``kernels/linear_ops.py``. Under a fault it runs outside the graph.
+        Under torch.compile and torch.export it is part of the graph, as ops of ``kernels/linear_ops.py``. Under a fault it runs
+        outside the graph.
 
         Raises:
             Unsupported: torch.compile(fullgraph=True) compiles it under a fault.
-            UsageError: the last dimension of input is not in_features, or a transform of torch.func (grad, vmap, jvp) runs it
-                in FP8.
+            UsageError: the last dimension of input is not in_features, a transform of torch.func (grad, vmap, jvp) runs it in
+                FP8, or torch.export exports it under a fault.
         """
         if not torch.compiler.is_compiling():
             return self._run(input)
-        if torch.compiler.is_dynamo_compiling():
-            from torch._dynamo.comptime import comptime
+        plan = self.recipe.plan
+        is_delayed, is_faulty = " delayed(" in plan, self.distortion is not None or self.summation is not None
+        if not torch.compiler.is_dynamo_compiling():  # torch.export, which runs this code
+            if is_faulty:
+                raise UsageError(self._not_supported("torch.export under a fault"))
+            return self._run_in_graph(input, plan, self._states_of_histories() if is_delayed else [])
+        from torch._dynamo.comptime import comptime
 
-            if self.distortion is None and self.summation is None:
-                plan = self.recipe.plan
-                if " delayed(" in plan:
-                    comptime(_begin_histories)
-                return self._run_in_graph(input, plan)
+        if is_faulty:
             comptime(_refuse_full_graph)
-        return self._outside_graph(input)
+            return self._outside_graph(input)
+        if is_delayed:
+            comptime(_begin_histories)
+        return self._run_in_graph(input, plan, self._memories if is_delayed else [])
 
-    def _run_in_graph(self, input: Tensor, plan: str) -> Tensor:
+    def _run_in_graph(self, input: Tensor, plan: str, memories: list[Tensor | None]) -> Tensor:
         """Do what :meth:`_run` does, in code that torch.compile traces: it reads nothing that differs between equal modules."""
         weight, bias, kind = self.weight, self.bias, input.device.type
         if plan == _HIGH_PRECISION_PLAN or input.is_meta:
@@ -332,7 +341,6 @@ class Fp8Linear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(kind))
         trains = torch.is_grad_enabled()
         learns = trains and weight.requires_grad
-        memories = self._memories if " delayed(" in plan else ()
         x = input.reshape(-1, input.shape[-1])
         output = linear_ops.linear(x, weight, plan, trains=trains, learns=learns, memories=memories)
         output = output.reshape(*input.shape[:-1], weight.shape[0])

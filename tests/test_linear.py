@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,3 +257,28 @@ def test_a_recomputed_forward_pass_takes_the_scales_of_the_first(reentrant: bool
         return found
 
     assert all(torch.equal(a, b) for a, b in zip(grads(False), grads(True), strict=True))
+
+
+@pytest.mark.parametrize(("recipe", "watched"), [("blockwise", False), ("tensorwise_delayed", True), ("nvfp4", True)])
+def test_an_exported_model_computes_the_same_and_leaves_the_model_as_it_was(recipe: str, watched: bool, tmp_path: Path) -> None:
+    def trained(watch_too: bool, exports: bool) -> list[float]:
+        model, (x, _) = net(recipe), batch(9)
+        with fp8debug.watch(model, tmp_path / "run", every=2) if watch_too else nullcontext():
+            losses = train(model, steps=2)
+            if exports:
+                with torch.no_grad():
+                    expected = model(x)
+                    program = torch.export.export(model, (x,), strict=False)
+                    assert torch.equal(program.module()(x), expected)
+                    torch.export.save(program, tmp_path / "model.pt2")
+                    assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), expected)
+            return losses + train(model, steps=2)
+
+    assert trained(watched, exports=True) == trained(False, exports=False)
+
+
+def test_a_fault_is_not_exported() -> None:
+    model = net()
+    fp8debug.inject(model, "stale_scale", module="head")
+    with pytest.raises(UsageError, match=r"torch\.export under a fault"):
+        torch.export.export(model, (batch(0)[0],), strict=False)
