@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.interpreter import patch_language_once
+from tests.interpreter import keep_types_once, patch_language_once
 
 # Before torch is imported, and for child processes: on small tensors, two threads that wait for each other on a busy
 # machine take ten times as long as one.
@@ -38,6 +38,7 @@ def nothing_compiled() -> None:
 
 def pytest_collection_finish() -> None:
     patch_language_once()
+    keep_types_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
