@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import SCALED_FOR_ANOTHER
+from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALED_FOR_ANOTHER
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
@@ -35,6 +35,8 @@ _NOT_OWN = "static, older than the tensor, or from the amax of a part of it"
 _MAXIMUM = "divide the amax by the maximum of the format that the cast runs, as the device has it"
 #: SQL: the largest scale is no power of two, so that scales are not rounded to one.
 _IS_NO_POWER_OF_TWO = "abs(log2(scale_inv_max) - round(log2(scale_inv_max))) > 1e-5"
+#: Relative spread of what a power of two that is rounded upwards leaves of the range: between a half and all of it.
+_BINADE = 0.5
 _PASS = (
     "pass the operand's scale to this GEMM as the others do, or multiply the result by it; compare the module's output with a"
     " BF16 product of its input and weight; else BF16 here"
@@ -67,8 +69,8 @@ class WrongScale(Rule):
         blocks.1.attn.qkv, fprop weight, e4m3fn 128x128 current: gain 2.000 at cosine 0.99966 from step 30 on.
 
     Cure
-        Recompute or reload the scales with their data (same flags and eps as when they were saved); BF16 for this GEMM
-        until then. No other cast cures it.
+        Recompute the scales from the data they are for, or reload both as they were saved, with the same flags; BF16 for
+        this GEMM until then. No other cast cures it.
 
     Thresholds
         - max_gain_error 0.05: abs(gain - 1); numerics.md, 4 (act beyond 5 %). Raised to what rounding itself can do to
@@ -91,6 +93,11 @@ class WrongScale(Rule):
           every sampled step, in all blocks at most, and its relative spread. Under current scaling without rounding it is 1; a
           constant below, while the scales of an operand of this cast change, is a margin or the maximum of another format. Where
           all of them are constant, nothing says what they were made for. Seen in sglang #30900.
+        - max_unused_headroom_pow2 0.25: the same of scales that are powers of two: rounding one upwards leaves more than half of
+          the range, one binade of margin more than a quarter; the spread is then at most a binade. Seen in vllm #53668.
+        - min_unused_headroom 0.1, max_unused_underflow 0.01: of scale-for-another-maximum; below that share of the range it is a
+          warning where more of the nonzero elements underflow (numerics.md, 4: warn above 1 %), and told for powers of two
+          alone: other scales are there too old or have a floor (F102, F103). No published basis for 0.1.
         - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
           which on the scales are cut off and none is another block's, as in F147: 1 in closed form, but that scales are
           rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
@@ -103,7 +110,7 @@ class WrongScale(Rule):
     code = "F113"
     name = "wrong-scale"
     columns = ("sum_xy", "sum_x2", "sum_y2")
-    cure = "recompute or reload the scale with its data (same flags and amax eps as when saved); else BF16 here"
+    cure = "recompute the scale from the data it is for, or reload both as they were saved, with the same flags; else BF16 here"
 
     max_gain_error: float = 0.05
     min_cosine: float = 0.999
@@ -118,6 +125,9 @@ class WrongScale(Rule):
     min_clipped: int = 8
     max_clipped_rate: float = 0.001
     max_unused_headroom: float = 0.9
+    max_unused_headroom_pow2: float = 0.25
+    min_unused_headroom: float = 0.1
+    max_unused_underflow: float = 0.01
     min_unused_steps: int = 2
     max_spread: float = 0.002
     min_own_share: float = MIN_OWN_SHARE
@@ -146,10 +156,13 @@ class WrongScale(Rule):
     def _unused(self) -> Look:
         conditions: Conditions = [
             Condition("headroom", "<", self.max_unused_headroom),
-            Keys("cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%' AND cast_name NOT LIKE '%eps=%'"),
-            f"numel >= {self.min_elements} AND headroom > 0.1 AND {_IS_NO_POWER_OF_TWO} AND coalesce(num_eps_blocks, 0) = 0",
+            Keys("cast_name LIKE '% current%' AND cast_name NOT LIKE '%eps=%'"),
+            f"numel >= {self.min_elements} AND coalesce(num_eps_blocks, 0) = 0 AND (headroom < {self.max_unused_headroom_pow2}"
+            f" AND NOT {_IS_NO_POWER_OF_TWO} AND NOT {IS_BELOW_8_BITS} OR headroom > {self.min_unused_headroom}"
+            f" AND {_IS_NO_POWER_OF_TWO} AND cast_name NOT LIKE '%pow2%')",
         ]
-        return look(conditions, ["headroom", "scale_inv_max"])
+        columns = ["headroom", "scale_inv_max", "underflow_nonzero_rate", f"NOT {_IS_NO_POWER_OF_TWO} AS is_pow2"]
+        return look(conditions, columns)
 
     @property
     def _unit(self) -> Look:
@@ -232,22 +245,31 @@ class WrongScale(Rule):
         found = [
             trace
             for trace in found
-            if trace.cast and not trace.cast.margin and self._spread(trace, "headroom") <= self.max_spread
+            if trace.cast and not trace.cast.margin and self._spread(trace, "headroom") <= self._allowed(trace)
         ]
         # A constant scale on a constant tensor has a constant headroom, whatever the scale was made for.
         follows = [(trace.cast, _share(trace)) for trace in found if self._spread(trace, "scale_inv_max") > self.max_spread]
         for trace in found:
             share, cast = _share(trace), trace.cast
-            if cast is None or not any(c == cast and math.isclose(share, s, rel_tol=self.max_spread) for c, s in follows):
+            allowed = self._allowed(trace)
+            if cast is None or not any(c == cast and math.isclose(share, s, rel_tol=allowed) for c, s in follows):
                 continue
             largest = FORMATS[cast.format].max
+            lost = max(row["underflow_nonzero_rate"] or 0.0 for row in trace.rows)
             message = (
                 f"the {trace.gemm} {trace.tensor} uses {percent(share)} of its format's range at every step: its scales are"
                 f" made for a maximum of {share * largest:.3g}, not {largest:g} (a margin, or another format's or device's"
-                " maximum); it costs small values, no precision of the others"
+                f" maximum); it costs small values ({percent(lost)} underflow), no precision of the others"
             )
-            finding = trace.finding(self, Severity.INFO, message, value=share, threshold=self.max_unused_headroom)
+            severity = (
+                Severity.WARNING if share < self.min_unused_headroom and lost > self.max_unused_underflow else Severity.INFO
+            )
+            finding = trace.finding(self, severity, message, value=share, threshold=self.max_unused_headroom)
             yield replace(finding, name="scale-for-another-maximum", cure=_MAXIMUM)
+
+    def _allowed(self, trace: Trace) -> float:
+        """Return the relative spread that a share of the range may have: that of rounding a scale to a power of two, or none."""
+        return _BINADE if all(row["is_pow2"] for row in trace.rows) else self.max_spread
 
     @staticmethod
     def _spread(trace: Trace, column: str) -> float:

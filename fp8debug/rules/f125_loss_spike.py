@@ -21,6 +21,11 @@ UNDECIDED = "loss-spike-undecided"
 #: Cures of a first NaN or Inf by where it was seen.
 OUTSIDE = "look at what lies before it: the batch, the embedding, a norm, attention or softmax"
 BACKWARD = "look at what the gradient comes from: the loss function, softmax or attention, an overflowing loss scale"
+BETWEEN = (
+    "look at what the backward pass computes between {before} and {module}: activation, norm, softmax or attention, and whether"
+    " their kernels write every row; then at another loss whose gradient joins there"
+)
+LOSS_SCALE = "; or an overflowing loss scale"
 AFTER = "look at the loss function (log of 0, division by 0, a sum that overflows), attention masks and the batch of that step"
 WEIGHT = "look at the optimizer step before: learning rate, gradient norm and clipping, optimizer state; or at the checkpoint"
 
@@ -37,7 +42,8 @@ class LossSpikeNotFp8(Rule):
         loss-spike-undecided: a cast's statistics moved before the spike, or too little was recorded before it.
         A loss that is NaN or Inf is an error, whatever the other rules find, and names the first tensor that held one.
         nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
-        function), and no cast or GEMM made it. nonfinite-weight: a weight held it when the step began, and the step before
+        function), and no cast or GEMM made it; a gradient that was finite in the Linear before it in the backward pass was
+        made between the two. nonfinite-weight: a weight held it when the step began, and the step before
         was recorded and finite. nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
         nobody. nonfinite-overflow: the operands of a GEMM are so large that its result overflows in every format.
         nonfinite-loss: a GEMM made it in a module that does not run in FP8.
@@ -135,7 +141,7 @@ class LossSpikeNotFp8(Rule):
                 before = f": the forward pass is finite, and no {kind}'s backward pass comes before"
             before = f"; {origin.before}, computed before it, was finite" if origin.before else before
             message = f"{first}; {_no_linear(run)}{before}; {lost.what}"
-            cure = BACKWARD if row["gemm"] != "fprop" else OUTSIDE
+            cure = _cure_of_gradient(origin) if row["gemm"] != "fprop" else OUTSIDE
             more = "" if origin.step in sampled else "; record around it with every=1"
             return replace(finding, name="nonfinite-from-outside", message=message, cure=f"{cure}{more}")
         if largest_product(run, row) > MAX_RESULT:
@@ -227,6 +233,17 @@ def _no_linear(run: Run) -> str:
         return "no Linear produced it"
     more = f" and {len(names) - 1} more are not)" if len(names) > 1 else " is not)"
     return f"no recorded Linear produced it ({names[0]}{more}"
+
+
+def _cure_of_gradient(origin: NonfiniteOrigin) -> str:
+    """Return where to look for what made a gradient NaN or Inf outside of the Linears.
+
+    Behind a Linear of a finite gradient neither the loss function nor a NaN of its scale made it; an Inf may be an overflow.
+    """
+    if not origin.before:
+        return BACKWARD
+    cure = BETWEEN.format(before=origin.before, module=origin.row["module"])
+    return cure if origin.row["num_nan"] and not origin.row["num_inf"] else cure + LOSS_SCALE
 
 
 def _elements(origin: NonfiniteOrigin) -> str:

@@ -45,6 +45,11 @@ _ROUNDING = (
     "make the cast round to nearest even (a conversion with saturation, not a shift of bits or a cast through integers); compare"
     " its codes with fp8debug.quantize() of the same tensor; else BF16 for this GEMM"
 )
+_OF_PARTS = (
+    "check that each part of the tensor (shard, rank, expert) was cast under the scale that the GEMM reads for it: take the amax"
+    " over all of them before the cast, or cast after they are gathered; compare its codes with fp8debug.quantize() of the same"
+    " tensor; else BF16 for this GEMM"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class OperandDiffers(Rule):
         noise, or a scale that is not the data's.
         element-differs: rounding to nearest moves an element by at most half the distance of the format's two largest values,
         times the largest scale, where nothing clips. One element beyond is proof of another rounding, or of a wrong element,
-        at any SQNR: mantissas that are cut off have 26.8 dB.
+        at any SQNR: mantissas that are cut off have 26.8 dB. Further than a whole step no rounding moves it, in any direction:
+        then a part of the tensor was cast under another scale than the GEMM reads, or single elements are wrong.
 
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
@@ -83,6 +89,8 @@ class OperandDiffers(Rule):
           sound tensor lies below it with a probability of 1e-9 (Bernstein's inequality).
         - max_element_error 1.1: of element-differs, in that half distance; 1 in closed form, with room for a kernel that casts
           from more bits than BF16 keeps (2^-9 of a value is 0.06 of it).
+        - max_directed_error 2.1: the same of a cast that always rounds one way, or at random: a whole step, twice the half, with
+          the same room.
         - max_headroom 1.002: of element-differs, amax over what its block's scale holds, below which nothing clips: 1 by
           construction, and FP32 scales hit it to 1e-6; a power of two holds more. Beyond, an element may be clipped (F104, F113).
         - min_gain_error 0.015: of element-differs, the gain from which on all elements are rounded one way. Cutting off E4M3's
@@ -115,6 +123,7 @@ class OperandDiffers(Rule):
 
     margin_db: float = 0.1
     max_element_error: float = 1.1
+    max_directed_error: float = 2.1
     max_headroom: float = 1.002
     min_gain_error: float = 0.015
     delayed_sqnr_db: float = 23.5
@@ -241,8 +250,14 @@ class OperandDiffers(Rule):
 
     def _of_elements(self, trace: Trace) -> Finding:
         row = trace.worst("element_error")
-        gain, more = row["gain"], row["element_error"]
-        if gain < 1 - self.min_gain_error:
+        gain, more, cure = row["gain"], row["element_error"], _ROUNDING
+        if more > self.max_directed_error:
+            cure = _OF_PARTS
+            cause = (
+                "no rounding in any direction moves it so far: a part of the tensor has another scale than it was cast under, or"
+                f" single elements are wrong (its gain is {gain:.3f})"
+            )
+        elif gain < 1 - self.min_gain_error:
             cause = (
                 f"its gain is {gain:.3f}: the cast rounds towards zero (it cuts mantissas off), which makes every value smaller"
             )
@@ -255,7 +270,7 @@ class OperandDiffers(Rule):
             f" {row['step']} ({len(trace.rows)} sampled steps), at {row['sqnr_db']:.1f} dB: {cause}"
         )
         finding = trace.finding(self, Severity.WARNING, message, value=more, threshold=self.max_element_error)
-        return replace(finding, name="element-differs", cure=_ROUNDING)
+        return replace(finding, name="element-differs", cure=cure)
 
     def _is_below_amax_floor(self, trace: Trace) -> bool:
         """Return whether every scale is that of an amax floor as stacks have it, above a tensor of next to nothing."""

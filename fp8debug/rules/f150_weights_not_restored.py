@@ -1,4 +1,4 @@
-"""F150: weights after a resume are not those that the run had before it."""
+"""F150: weights after a resume are not those that the run had before it, or begin as FP8 values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SIZES = {"mean": "sum_x / numel", "rms": "sqrt(sum_x2 / numel)", "amax": "amax"
 _WEIGHTS = (
     "(SELECT module, step, max(CASE WHEN actual THEN sum_err2 / sum_x2 END) AS nmse, "
     + ", ".join(f"coalesce(max(CASE WHEN actual THEN {sql} END), max({sql})) AS {name}" for name, sql in _SIZES.items())
-    + " FROM sites WHERE reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight' AND numel > 0 AND sum_x2 > 0"
+    + ", max(range_log2) AS range_log2 FROM sites WHERE reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight'"
+    " AND numel > 0 AND sum_x2 > 0"
     " GROUP BY module, step)"
 )
 #: Relative difference of sums over one tensor that are added in another order: of FP64 sums, with a wide margin.
@@ -32,6 +33,10 @@ _OLDER = (
     " master weights to the parameters and gather them over ranks before the first forward pass; no cast is at fault"
 )
 
+_INITIAL = (
+    "make masters from the weights in high precision, and the FP8 parameters from the masters (preserve_high_precision_init_val"
+    " in Transformer Engine); where an FP8 checkpoint is all there is, nothing is to be done"
+)
 _MASTERS = "load the masters, or weights in high precision, and cast them anew; a checkpoint needs them beside its FP8 values"
 
 
@@ -45,7 +50,8 @@ class WeightsNotRestored(Rule):
         no checkpoint replaced, shards that were not gathered, or an older checkpoint. weights-jump: its RMS has moved further
         than the optimizer steps in between can move it. weights-rounded: its FP8 cast holds it without error, as it did not
         before: it was made of FP8 values in the checkpoint, not of masters. The tensors before their casts are compared, in FP8
-        and in BF16.
+        and in BF16. weights-begin-rounded, information: the same at step 0 of a run, of a weight that its cast rounds at all
+        later sampled steps: FP8 parameters were made first, and the masters of them.
 
     Why it matters
         Loss and gradients of the first steps are those of another model. Where masters overwrite the weights after one
@@ -72,8 +78,10 @@ class WeightsNotRestored(Rule):
         - min_jump 0.1: share of the RMS below which no jump is told. No published basis.
         - min_exact_db 100, max_sqnr_db 45: SQNR of the cast after a resume and before it, as in F137: FP32 arithmetic leaves 120
           dB and more, BF16 55.6 dB, FP8 31.5 dB; numerics.md, 4.
+        - min_range_log2 4: of weights-begin-rounded, binades between largest and smallest magnitude, below which a weight may lie
+          on the grid by its nature (an identity, a mask, a constant). A Gaussian of 256 elements has 9. No published basis.
         - min_history 3: sampled steps of a weight before the resume, without which no jump is judged. No published basis.
-        - Megatron-LM #6920, #6666; numerics.md, 5.
+        - Megatron-LM #6920, #6666, TransformerEngine #1121; numerics.md, 5.
     """
 
     code = "F150"
@@ -90,13 +98,16 @@ class WeightsNotRestored(Rule):
     min_exact_db: float = 100.0
     max_sqnr_db: float = 45.0
     min_history: int = 3
+    min_range_log2: float = 4.0
 
     def needs(self, run: Run) -> str | None:
-        """Ask for a resumed run."""
-        return None if _resumes(run) else "the run was not resumed"
+        """Ask for a resumed run, or one whose first step was sampled."""
+        is_from_start = bool(run.sampled_steps) and min(run.sampled_steps) == 0
+        return None if _resumes(run) or is_from_start else "the run was not resumed, and its first step was not sampled"
 
     def check(self, run: Run) -> Iterable[Finding]:
-        """Return one finding per weight and resume."""
+        """Return one finding per weight and resume, and those of weights that begin as FP8 values."""
+        yield from self._begin_rounded(run)
         resumes = _resumes(run)
         for start in resumes:
             both = _around(run, start)
@@ -134,6 +145,30 @@ class WeightsNotRestored(Rule):
         if before["nmse"] is None or after["nmse"] is None:
             return False
         return bool(before["nmse"] > 10 ** (-self.max_sqnr_db / 10) and after["nmse"] <= 10 ** (-self.min_exact_db / 10))
+
+    def _begin_rounded(self, run: Run) -> Iterable[Finding]:
+        """Return the weights that a cast holds exactly at the run's first step, and no longer when the optimizer has moved them.
+
+        A frozen weight of an FP8 checkpoint stays on the grid; a constant, an identity or a mask lies on every grid, and has
+        no range.
+        """
+        if min(run.sampled_steps, default=1) != 0 or 0 in _resumes(run):
+            return
+        exact, inexact = 10 ** (-self.min_exact_db / 10), 10 ** (-self.max_sqnr_db / 10)
+        query = (
+            f"SELECT module, min(CASE WHEN step > 0 THEN nmse END) AS later FROM {_WEIGHTS} w GROUP BY module"
+            f" HAVING max(CASE WHEN step = 0 THEN nmse END) <= {exact} AND min(CASE WHEN step > 0 THEN nmse END) > {inexact}"
+            f" AND max(CASE WHEN step = 0 THEN range_log2 END) >= {self.min_range_log2} ORDER BY module"
+        )
+        for row in run.sql(query).to_pylist():
+            left_db = -10 * math.log10(row["later"])
+            message = (
+                f"the weight of {row['module']} lies on the grid of its FP8 cast at step 0, which rounds nothing there and leaves"
+                f" {left_db:.1f} dB later: it begins as FP8 values, and what these had rounded off was never in its masters"
+            )
+            found = self._finding(run, {**row, "step": 0}, "weights-begin-rounded", Severity.INFO, message, value=left_db,
+                                  threshold=self.max_sqnr_db, unit="dB")  # fmt: skip
+            yield replace(found, cure=_INITIAL)
 
     def _rounded(self, run: Run, pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Finding:
         before, after = pair

@@ -390,3 +390,18 @@ def test_the_share_of_flushed_elements_is_a_threshold(rule: type[Rule]) -> None:
 def test_the_lowest_limit_below_8_bits_is_a_threshold() -> None:
     usual = list(Fp8NotOn().looks())
     assert list(Fp8NotOn(min_low_bit_sqnr_db=24.0).looks()) != usual
+
+
+def on_the_grid(steps: tuple[int, int | None], **slots: float) -> list[Override]:
+    """Return overrides of weights that their casts hold exactly."""
+    return [Override(tensor="weight", module="*", steps=steps, slots={"sum_err2": 0.0, **slots})]
+
+
+def test_weights_that_begin_as_fp8_values_are_told(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", overrides=on_the_grid((0, 1))))
+    assert (finding.code, finding.name, finding.severity) == ("F150", "weights-begin-rounded", Severity.INFO)
+    assert len(finding.also) == len(MODULES) - 1 and "masters" in finding.cure
+
+
+def test_an_identity_lies_on_every_grid(tmp_path: Path) -> None:
+    assert list(triage(build(tmp_path / "run", overrides=on_the_grid((0, 1), amin=1.0, amax=1.0)))) == []

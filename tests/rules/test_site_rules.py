@@ -302,3 +302,34 @@ def test_no_finite_code_of_a_wider_format_is_read_as_the_largest_value() -> None
     for made, read, largest in pairs:
         is_finite = codes.view(getattr(torch, f"float8_{made}")).float().isfinite()
         assert not (codes.view(getattr(torch, f"float8_{read}")).float().abs()[is_finite] == largest).any()
+
+
+def test_an_element_that_no_rounding_moves_so_far_blames_no_rounding(tmp_path: Path) -> None:
+    parts = {"max_abs_err": lambda row: 38.0 * row["scale_inv_max"], "gain": 1.019, "sqnr_db": 27.2, "headroom": 1.0}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=parts)]))
+    assert (finding.code, finding.name, finding.module) == ("F128", "element-differs", CULPRIT)
+    assert "another scale" in finding.message and "away from zero" not in finding.message
+    assert "nearest even" not in finding.cure and "before the cast" in finding.cure
+
+
+def unused(share: float, underflow: float, *, moves: bool = True) -> list[Override]:
+    """Return overrides of an input whose scales are powers of two and leave most of the range unused."""
+    return [
+        Override(**{**INPUT, "steps": (step, step + 10)}, slots={
+            "headroom": share, "scale_inv_max": 2.0 ** (step // 30 if moves else 1), "scale_inv_min": 0.5,
+            "num_underflow": lambda row: int(underflow * row["numel"])})
+        for step in range(0, 100, 10)
+    ]  # fmt: skip
+
+
+def test_scales_that_leave_eight_binades_unused_are_named(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", overrides=unused(0.0044, 0.04)))
+    assert (finding.code, finding.name, finding.module) == ("F113", "scale-for-another-maximum", CULPRIT)
+    assert finding.severity == "warning" and "4 % underflow" in finding.message
+    (finding,) = triage(build(tmp_path / "mild", overrides=unused(0.2, 0.0)))
+    assert (finding.name, finding.severity) == ("scale-for-another-maximum", "info")
+
+
+@pytest.mark.parametrize(("share", "moves"), [(0.3, True), (0.0044, False)])
+def test_a_margin_of_a_binade_and_a_constant_scale_are_left_alone(tmp_path: Path, share: float, moves: bool) -> None:
+    assert [f.message for f in triage(build(tmp_path / "run", overrides=unused(share, 0.0, moves=moves)))] == []
