@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import READ_AS_ANOTHER
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.forecasts import clipping_ahead
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, above, percent, times, traces
@@ -158,11 +159,13 @@ class StaleScaleSaturation(Rule):
         return bool(past["amax"] > self.min_headroom * FORMATS[cast.format].max * row["scale_inv_max"])
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to a stale or foreign weight, and to a loss spike in whose own backward pass alone gradients clip."""
+        """Yield to a stale or foreign weight, to codes of another format, and to a spike in whose backward pass it clips."""
         foreign = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
+        misread = {(part.module, part.gemm, part.tensor) for f in others if f.name == READ_AS_ANOTHER for part in f.sites}
         spikes = {f.steps[0] for f in others if f.code == "F125"}
         return not all(
             (part.tensor == "weight" and part.module in foreign)
+            or (part.module, part.gemm, part.tensor) in misread
             or (part.tensor == "grad_output" and part.steps[0] == part.steps[1] and part.steps[0] in spikes)
             for part in finding.sites
         )

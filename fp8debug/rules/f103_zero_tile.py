@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
-from fp8debug.rules.reading.bounds import cast_floor_db
+from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, cast_floor_db
 from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.nonfinite import (
+    IS_POISONED,
     MAX_RESULT,
+    POISONED,
     NonfiniteOrigin,
     counts_nonfinite,
     counts_operands,
     first_poison,
     largest_product,
+    poisoned_after,
 )
 from fp8debug.rules.reading.prefilter import may_have, source
 from fp8debug.rules.reading.traces import Trace, times, traces
+from fp8debug.types import RESULTS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -47,10 +51,6 @@ _CLAMP = (
 _WRITTEN = (
     "clear this operand's buffer before its cast, and check which elements the cast writes (mask, strides, rows and columns"
     " exchanged) and what else writes there; compare its codes with fp8debug.quantize(); else BF16 for this GEMM"
-)
-_IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
-_POISONED = Look(
-    _IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"), ("num_nan > 0", "num_inf > 0")
 )
 
 
@@ -117,7 +117,7 @@ class ZeroTileNan(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the rows that became NaN or Inf, and those that came so."""
         yield self._look
-        yield _POISONED
+        yield POISONED
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the casts that made NaN, or the GEMM that did, the first with its victims."""
@@ -132,7 +132,7 @@ class ZeroTileNan(Rule):
             yield self._from_outside(origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
-            victims = tuple(m for m in self._poisoned(run, finding) if m not in culprits)
+            victims = tuple(m for m in poisoned_after(run, finding) if m not in culprits)
             ranks = origin.row["ranks"] if origin is not None and origin.row["module"] == finding.module else finding.ranks
             yield replace(finding, victims=victims, origin="cast", ranks=tuple(ranks))
         yield from found[1:]
@@ -142,13 +142,13 @@ class ZeroTileNan(Rule):
 
         A module called twice in a step, or once per microbatch, may make a NaN that comes back to it as its own input.
         """
-        poisoned = f"actual AND {_IS_POISONED}"
-        if not may_have(run, _POISONED):
+        poisoned = f"actual AND {IS_POISONED}"
+        if not may_have(run, POISONED):
             return []
         query = (
             f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {self._bad.rows}) AS maker,"
             " min(call_index) FILTER (WHERE num_tensors = 1 AND gemm = 'fprop') AS single"
-            f" FROM {source(run, _POISONED)} WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
+            f" FROM {source(run, POISONED)} WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
         )
         for first in run.sql(query).to_pylist():
             if first["maker"] is not None and (first["single"] is None or first["maker"] < first["single"]):
@@ -247,17 +247,12 @@ class ZeroTileNan(Rule):
                        origin="gemm",
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
-    def _poisoned(self, run: Run, finding: Finding) -> list[str]:
-        """Return the modules with a NaN or Inf after a finding: in the same pass of its step those computed later, then all."""
-        if not may_have(run, _POISONED):
-            return []
-        step, is_forward = finding.steps[0], finding.gemm == "fprop"
-        order = "gemm = 'fprop' AND call_index >" if is_forward else "gemm <> 'fprop' AND call_index <"
-        query = (
-            f"SELECT module, min(call_index) AS place FROM {source(run, _POISONED)} WHERE {_IS_POISONED}"
-            f" AND (step > {step} OR (step = {step} AND {order} {finding.call_index})) GROUP BY module ORDER BY place, module"
-        )
-        return [row["module"] for row in run.sql(query).to_pylist()]
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to codes of another format, some of which are NaN or Inf in the declared one, and so is their GEMM's result."""
+        misread = [part for f in others if f.name in OF_ANOTHER_FORMAT for part in f.sites]
+        explained = {(part.module, part.gemm, part.tensor) for part in misread}
+        explained |= {(part.module, part.gemm, RESULTS[Gemm(part.gemm)].value) for part in misread if part.gemm}
+        return any((part.module, part.gemm, part.tensor) not in explained for part in finding.sites)
 
 
 def _others(trace: Trace, sqnr_db: float | None) -> str:

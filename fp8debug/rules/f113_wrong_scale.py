@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALED_FOR_ANOTHER
+from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, READ_AS_ANOTHER, SCALED_FOR_ANOTHER
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.misread import COLUMNS, LIMITS, misreadings
 from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
@@ -41,6 +42,10 @@ _PASS = (
     "pass the operand's scale to this GEMM as the others do, or multiply the result by it; compare the module's output with a"
     " BF16 product of its input and weight; else BF16 here"
 )
+
+
+#: Names of F120's findings that say more.
+_TOLD = (READ_AS_ANOTHER, SCALED_FOR_ANOTHER)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class WrongScale(Rule):
 
     @property
     def _look(self) -> Look:
-        columns = ["gain", "abs(gain - 1) AS gain_error", "cosine", "scale_inv_min", "scale_inv_max"]
+        columns = ["abs(gain - 1) AS gain_error", *COLUMNS]
         conditions: Conditions = [
             Condition("gain", ">", self.max_gain_error, center=1),
             f"cosine >= {self.min_cosine} AND numel >= {self.min_elements}",
@@ -200,6 +205,7 @@ class WrongScale(Rule):
                 message = (
                     f"the {trace.gemm} {trace.tensor} is {row['gain']:.4g} times its reference at step {row['step']}, at"
                     f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data{_likely(trace.cast, row['gain'])}"
+                    f"{_or_codes(trace.cast, row)}"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
         for whole in traces(run, self._clipped):
@@ -235,8 +241,8 @@ class WrongScale(Rule):
         yield from self._unused_range(run)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to scales that are made for another format, whose ratio says more than that they are too small."""
-        named = {(part.module, part.gemm, part.tensor) for f in others if f.name == SCALED_FOR_ANOTHER for part in f.sites}
+        """Yield to codes of another format, and to scales made for one, whose ratio says more than that they are too small."""
+        named = {(part.module, part.gemm, part.tensor) for f in others if f.name in _TOLD for part in f.sites}
         return any((part.module, part.gemm, part.tensor) not in named for part in finding.sites)
 
     def _unused_range(self, run: Run) -> Iterable[Finding]:
@@ -320,11 +326,17 @@ def _likely(cast: Cast | None, gain: float | None) -> str:
         if other.bits != own.bits or other.mantissa_bits != own.mantissa_bits or other.is_unsigned_zero is own.is_unsigned_zero:
             continue
         ratio = own.max / other.max
-        if any(ratio != 1 and math.isclose(gain, factor, rel_tol=0.01) for factor in (ratio, 1 / ratio)):
+        if any(ratio != 1 and math.isclose(gain, value, rel_tol=0.01) for value in (ratio, 1 / ratio)):
             return (
                 f"; it is {max(own.max, other.max):g}/{min(own.max, other.max):g}, a scale made for the maximum of {other.name}"
             )
     return ""
+
+
+def _or_codes(cast: Cast | None, row: dict[str, Any]) -> str:
+    """Return which format's codes, read in the declared one, leave the same numbers; empty where none's do."""
+    names = [one.made.name for one in misreadings(row, cast, LIMITS)] if cast is not None else []
+    return f", or its codes are of {names[0]} and read as {row['cast_name'].partition(' ')[0]}" if names else ""
 
 
 RULES.add(WrongScale.code, WrongScale())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, READ_AS_ANOTHER, SCALED_FOR_ANOTHER, one_scale_db
+from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, READ_AS_ANOTHER, READ_OR_SCALED, SCALED_FOR_ANOTHER, one_scale_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.traces import RUNNING, Trace, times, traces
+from fp8debug.rules.reading.misread import COLUMNS, DATA_FORMATS, LIMITS, Misreading, PairLimits, misreadings
+from fp8debug.rules.reading.nonfinite import POISONED, first_poison, poisoned_after
+from fp8debug.rules.reading.traces import RUNNING, Trace, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -23,10 +26,7 @@ _IS_E5M2 = "cast_name LIKE 'e5m2%' AND tensor IN ('input', 'weight')"  # AMD's k
 _OF_SCALES = ("F104", "F113", "F119")
 #: By a format of 8 bits and a wider one: the ratio of their largest values.
 _WIDER = {
-    (fmt.name, other.name): other.max / fmt.max
-    for fmt in FORMATS.values()
-    for other in FORMATS.values()
-    if fmt.bits == other.bits == 8 and not (fmt.scale_only or other.scale_only) and other.max > 1.25 * fmt.max
+    (fmt.name, other.name): other.max / fmt.max for fmt in DATA_FORMATS for other in DATA_FORMATS if other.max > 1.25 * fmt.max
 }
 _GRADIENTS = look(
     [Keys("cast_name LIKE 'e5m2%' AND tensor = 'grad_output'", gate="cast_name LIKE 'e5m2%'")],
@@ -47,12 +47,17 @@ class WrongFormat(Rule):
         warning, whichever (not where an override names the module). Information where all gradients run in E5M2 with a
         scale per block and E4M3 would hold them as well with a single scale, by the recorded exponents of their elements: the
         range for which E5M2 gives up a mantissa bit is not needed.
-        read-as-another-format: an operand far from its tensor whose largest value lies beyond its block's scale by the ratio of
-        two formats' largest values, in the block with the largest scale as in the worst one: the codes and scales are those of
-        the wider format, and the GEMM reads them in the declared one. scaled-for-another-format: the same where values are
-        clipped, but for formats of one mantissa (448 and 240), which F113 tells. The codes are the declared format's then,
-        under scales made for the wider one: no finite value of E5M2 or E4M3 has a code that is read as another format's largest
-        value.
+        read-as-another-format: an operand far from its tensor whose codes are those of another of the four formats of 8 bits,
+        read in the declared one, for each ordered pair. Between FNUZ and the other kind of one split each value is half or
+        double; E4M3 read as E5M2 squares values, E5M2 read as E4M3 takes their root. The largest value, as often its scale_inv
+        as on record (448, 240, 57344), names the format that the scales are made for; elements that became NaN or Inf, and
+        those at the declared format's largest value, have to be where the pair's codes have them: E4M3's two largest binades
+        in E5M2, FNUZ's largest code in E4M3, FNUZ's largest binade in E5M2, -0 in FNUZ. Under one scale the gain has to be that
+        which the histogram gives. Formats that leave the same numbers, as scales of powers of two may have it, are listed.
+        read-as-another-or-off-by-two: the same where a factor of two between the data and their scale_inv has the same numbers:
+        e5m2 and e5m2fnuz, of one largest value. Where F113 finds that factor for E4M3, its message has both readings.
+        scaled-for-another-format: scales of a wider format under which the cast to the declared one clips, so that more values
+        are at its largest than another format's codes put there; for formats of one mantissa (448 and 240) F113 tells it.
         MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
         formats of less than 8 bits are not judged here (F105, F128).
 
@@ -73,9 +78,17 @@ class WrongFormat(Rule):
         - max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
           without losing cosine, and are healthy.
         - max_gain_error 0.01: beyond it the scale is at fault (F113).
-        - max_ratio_error 0.002: relative, of amax over what the scales hold, from the ratio of two formats' largest values, 128
-          for E5M2 read as E4M3; FP32 scales hit it to 1e-6, scales in BF16 to 0.002. max_misread_db 10: SQNR; numerics.md, 5,
-          has about 0 dB for codes in another format.
+        - max_ratio_error 0.002: relative, of the largest value over its block's scale, and over the largest scale, from another
+          format's largest value; FP32 scales hit it to 1e-6, scales in BF16 to 0.002. Scales of powers of two leave the range
+          of their rounding, half to all of it (a quarter for pow2_amax_ceil, beyond it for pow2_floor and pow2_even).
+        - max_misread_db 10: SQNR; closed form: 6 dB of half the values, 0 dB of the double, about 0 dB of roots, below of
+          squares.
+        - min_misread_cosine 0.1: between a tensor and its values' squares or roots, 0.92 and 0.96 of Gaussian data (closed
+          form), 0.41 where one of 10^6 values is 448 times the others; chance leaves less than 0.1 from 1024 elements on.
+        - max_sums_ratio 2: gain over what a histogram predicts, or its inverse: by so much a code's factor varies within a
+          binade. The two kinds of E4M3 read as E5M2 differ by 4.
+        - max_growth 16: of a delayed or static scale, the largest value over what the other format holds, or its inverse. No
+          published basis: an amax that lags by 16 is F101's or F102's.
         - max_share 0.34: of the modules, those whose gradients differ from the others', of three modules or more. No published
           basis.
         - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
@@ -96,8 +109,11 @@ class WrongFormat(Rule):
     max_gain_error: float = 0.01
     min_elements: int = 1024
     min_steps: int = 2
-    max_ratio_error: float = 0.002
-    max_misread_db: float = 10.0
+    max_ratio_error: float = LIMITS.ratio_error
+    max_misread_db: float = LIMITS.sqnr_db
+    min_misread_cosine: float = LIMITS.cosine
+    max_sums_ratio: float = LIMITS.sums_ratio
+    max_growth: float = LIMITS.growth
     max_share: float = 0.34
     min_e4m3_db: float = 30.0
     warmup: int = 8
@@ -116,16 +132,18 @@ class WrongFormat(Rule):
 
     @property
     def _misread(self) -> Look:
+        names = " OR ".join(f"cast_name LIKE '{fmt.name} %'" for fmt in DATA_FORMATS)
         conditions: Conditions = [
-            Condition("headroom", ">", min(_WIDER.values(), default=1.0) * (1 - self.max_ratio_error)),
-            Keys("cast_name LIKE '% current%' AND (" + " OR ".join(f"cast_name LIKE '{name} %'" for name, _ in _WIDER) + ")"),
-            f"sqnr_db < {self.max_misread_db} AND cosine > 0 AND numel >= {self.min_elements}",
+            Condition("sqnr_db", "<", self.max_misread_db),
+            Keys(f"({names})"),
+            f"cosine > 0 AND headroom > 0 AND numel >= {self.min_elements}",
         ]
-        return look(conditions, ["sqnr_db", "headroom", "amax", "scale_inv_max", "num_saturated"])
+        return look(conditions, COLUMNS)
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that are declared E5M2, and those with its noise or its codes."""
         yield self._misread
+        yield POISONED
         yield _DECLARED
         yield _GRADIENTS
         yield self._look
@@ -146,8 +164,14 @@ class WrongFormat(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a weight that is not its own and to scales that are wrong: their error may pass through the band of E5M2's."""
+        if finding.name == READ_OR_SCALED:
+            wrong = {(part.module, part.gemm, part.tensor) for f in others if f.name == "wrong-scale" for part in f.sites}
+            return any((part.module, part.gemm, part.tensor) not in wrong for part in finding.sites)
         if finding.name in OF_ANOTHER_FORMAT:
             return True
+        misread = {(part.module, part.gemm, part.tensor) for f in others if f.name in OF_ANOTHER_FORMAT for part in f.sites}
+        if all((part.module, part.gemm, part.tensor) in misread for part in finding.sites):
+            return False
         stale: set[tuple[str | None, str | None]] = {
             (part.module, "weight") for f in others if f.code in ("F112", "F121") for part in f.sites
         }
@@ -194,33 +218,83 @@ class WrongFormat(Rule):
                 yield from self._unneeded_range(trace)
 
     def _read_as_another(self, run: Run) -> Iterable[Finding]:
-        """Return the operands whose scales, and codes where none is clipped, are of a wider format than the declared one."""
-        for whole in traces(run, self._misread):
-            fmt = FORMATS[whole.cast_name.partition(" ")[0]]
-            for (name, made), ratio in _WIDER.items():
-                if name != fmt.name:
-                    continue
-                trace = whole.where(partial(self._has_ratio, largest=fmt.max, ratio=ratio))
-                if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):
-                    continue
-                row = trace.least("sqnr_db")
-                is_clipped = bool(row["num_saturated"])
-                if is_clipped and FORMATS[made].mantissa_bits == fmt.mantissa_bits:
-                    continue  # a scale by another maximum of the same format, which F113 names
-                reason = f"the cast to {name} clips them" if is_clipped else f"codes of {made} are read as {name}"
-                message = (
-                    f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and its scales are made"
-                    f" for {made} (values {times(ratio)} times beyond what they hold in {name}): {reason}"
-                )
-                found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=ratio)
-                cure = f"tell the GEMM that the operand is {made}, or cast it to {name}"
-                if is_clipped:
-                    cure = f"divide the amax by the largest value of {name} ({fmt.max:g}), not by that of {made}"
-                yield replace(found, name=SCALED_FOR_ANOTHER if is_clipped else READ_AS_ANOTHER, cure=cure)
-                break
+        """Return the operands whose codes are of another format than the declared one."""
+        limits = PairLimits(
+            self.max_misread_db, self.max_ratio_error, self.min_misread_cosine, self.max_sums_ratio, self.max_growth
+        )
+        found = traces(run, self._misread)
+        is_elsewhere = scaled_elsewhere(found)
+        for whole in found:
+            cast = whole.cast
+            if cast is None:
+                continue
+            known = [(row, misreadings(row, cast, limits)) for row in whole.rows if not is_elsewhere(whole, row)]
+            known = [(row, by) for row, by in known if by]
+            trace = replace(whole, rows=tuple(row for row, _ in known))
+            common = [one for one in known[0][1] if all(one in by for _, by in known)] if known else []
+            if not common or not self._is_settled(run, trace):
+                yield from self._scaled_for_another(whole)
+                continue
+            yield self._of_codes(run, trace, cast.format, common)
+
+    def _is_settled(self, run: Run, trace: Trace) -> bool:
+        """Return whether an operand is so for long enough: at the steps before the first NaN, after which nothing is sound."""
+        origin = first_poison(run)
+        end = math.inf if origin is None else origin.step + 1
+        sound = replace(trace, sampled=tuple(step for step in trace.sampled if step < end) or trace.sampled[:1])
+        return sound.lasting(min(self.min_steps, len(sound.sampled)))
+
+    def _of_codes(self, run: Run, trace: Trace, read: str, found: Sequence[Misreading]) -> Finding:
+        row, names = trace.rows[0], [one.made.name for one in found]
+        size, made = row["headroom"] * FORMATS[read].max, found[0].made
+        scales = f"its largest value is {size:.5g} times its scale_inv"
+        if len(found) > 1:
+            reason = f"{scales}: codes of another format are read as {read}, of {' or '.join(names)}"
+        elif not found[0].is_proven:
+            reason = (
+                f"{scales} and its gain is {row['gain']:.3g}: codes of {names[0]} are read as {read}, or a factor of two lies"
+                " between the cast and its scale_inv"
+            )
+        else:
+            own = f" ({names[0]} holds {made.max:g})"
+            reason = f"{scales}{own}, at gain {row['gain']:.3g}: codes of {names[0]} are read as {read}"
+        if row["num_actual_nonfinite"]:
+            reason += f"; {row['num_actual_nonfinite']} elements became NaN or Inf"
+        message = f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and {reason}"
+        finding = trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_misread_db, unit="dB")
+        cure = f"tell the GEMM that the operand is {' or '.join(names)}, or cast it to {read}"
+        if not found[0].is_proven:
+            cure += "; else compare the factor of its cast with its scale_inv"
+        finding = replace(finding, name=READ_AS_ANOTHER if found[0].is_proven else READ_OR_SCALED, cure=cure)
+        if not row["num_actual_nonfinite"]:
+            return finding
+        victims = tuple(module for module in poisoned_after(run, finding) if module != finding.module)
+        return replace(finding, origin="cast", victims=victims)
+
+    def _scaled_for_another(self, whole: Trace) -> Iterable[Finding]:
+        """Return an operand that a cast clips under scales of a wider format than the declared one."""
+        fmt = FORMATS[whole.cast_name.partition(" ")[0]]
+        for (name, made), ratio in _WIDER.items():
+            # A scale by another maximum of formats with one mantissa is F113's.
+            if name != fmt.name or " current" not in whole.cast_name or FORMATS[made].mantissa_bits == fmt.mantissa_bits:
+                continue
+            trace = whole.where(partial(self._has_ratio, largest=fmt.max, ratio=ratio))
+            if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):
+                continue
+            row = trace.least("sqnr_db")
+            message = (
+                f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and its scales are made"
+                f" for {made} (values {times(ratio)} times beyond what they hold in {name}): the cast to {name} clips them"
+            )
+            found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=ratio)
+            cure = f"divide the amax by the largest value of {name} ({fmt.max:g}), not by that of {made}"
+            yield replace(found, name=SCALED_FOR_ANOTHER, cure=cure)
+            break
 
     def _has_ratio(self, row: Mapping[str, Any], largest: float, ratio: float) -> bool:
-        """Return whether the largest value lies a given factor beyond its scale, and beyond the largest scale too."""
+        """Return whether values clip, and the largest lies a given factor beyond its scale, and beyond the largest scale too."""
+        if not row["num_saturated"]:
+            return False
         beyond = row["amax"] / (row["scale_inv_max"] * largest) if row["scale_inv_max"] else 0.0
         return all(abs(value / ratio - 1) <= self.max_ratio_error for value in (row["headroom"], beyond))
 

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 ACCUMULATOR_BITS = 14
 
 
-#: Names of F120's findings of codes that are read in a format other than their own, and of scales that are made for another one.
-READ_AS_ANOTHER, SCALED_FOR_ANOTHER = OF_ANOTHER_FORMAT = ("read-as-another-format", "scaled-for-another-format")
+#: Names of F120's findings of codes that are read in a format other than their own, of those that a factor of two explains as
+#: well, and of scales that are made for another one.
+READ_AS_ANOTHER, READ_OR_SCALED, SCALED_FOR_ANOTHER = OF_ANOTHER_FORMAT = (
+    "read-as-another-format",
+    "read-as-another-or-off-by-two",
+    "scaled-for-another-format",
+)
 #: Elements under one scale per row or tensor.
 _ELEMENTS = 2**20
 #: Smallest scaled amax of a block over the format's max, by scale rounding; an E4M3 scale is at most 1/17 too large.
-_SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
+SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
 #: Share of the energy that a bound leaves out: what E4M3's subnormals add.
 _NEGLIGIBLE = 1e-4
 #: -ln of the probability by which a sum of errors that are made at random lies beyond its bound: 1e-9.
@@ -64,7 +69,7 @@ def cast_floor_db(cast: Cast) -> float:
     fmt = FORMATS[cast.format]
     rows, columns = GRANULARITIES[cast.granularity]
     others = rows * columns - 1 if rows and columns else _ELEMENTS
-    smallest = _SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
+    smallest = SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
     lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
     chance = 1.0 if cast.rounding == "stochastic" else 0.0
     return -10 * math.log10(_relative_error(cast) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance

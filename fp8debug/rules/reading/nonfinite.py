@@ -14,11 +14,12 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.reading.conditions import Look
-from fp8debug.rules.reading.prefilter import bad_rows
+from fp8debug.rules.reading.prefilter import bad_rows, may_have, source
 from fp8debug.types import RESULTS as _RESULTS
 from fp8debug.types import Gemm
 
 if TYPE_CHECKING:
+    from fp8debug.rules.base import Finding
     from fp8debug.store.read.run import Run
 
 #: The rows in which something is not finite: of a module in high precision the tensors are those of casts that were only tried.
@@ -38,6 +39,19 @@ NEXT_STEPS = 1
 RESULTS = {gemm.value: _RESULTS[gemm].value for gemm in Gemm}
 #: A GEMM of operands whose largest possible result is beyond this may overflow in FP32 and BF16.
 MAX_RESULT = 3e38
+#: SQL predicate: an operand that holds NaN or Inf before its cast.
+IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
+#: Operands that hold NaN or Inf before their casts, and what a rule over them reads.
+POISONED = Look(
+    IS_POISONED,
+    "num_nan + num_inf > 0",
+    "reference = 'operand'",
+    (
+        *("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel", "headroom", "sqnr_db"),
+        "num_tensors",
+    ),
+    ("num_nan > 0", "num_inf > 0"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +206,19 @@ def _place(row: Mapping[str, Any]) -> tuple[int, int, int, int, str]:
     is_backward = row["gemm"] != "fprop"
     stage = 2 if row["reference"] != "operand" else 1 if row["num_made"] and not row["num_nan"] + row["num_inf"] else 0
     return int(is_backward), -at if is_backward else at, int(row["gemm"] == "wgrad"), stage, row["tensor"]
+
+
+def poisoned_after(run: Run, finding: Finding) -> tuple[str, ...]:
+    """Return the modules with a NaN or Inf after a finding: in the same pass of its step those computed later, then all."""
+    if not may_have(run, POISONED):
+        return ()
+    step, is_forward = finding.steps[0], finding.gemm == "fprop"
+    order = "gemm = 'fprop' AND call_index >" if is_forward else "gemm <> 'fprop' AND call_index <"
+    query = (
+        f"SELECT module, min(call_index) AS place FROM {source(run, POISONED)} WHERE {IS_POISONED}"
+        f" AND (step > {step} OR (step = {step} AND {order} {finding.call_index})) GROUP BY module ORDER BY place, module"
+    )
+    return tuple(row["module"] for row in run.sql(query).to_pylist())
 
 
 def largest_product(run: Run, row: Mapping[str, Any]) -> float:

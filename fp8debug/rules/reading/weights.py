@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.rules.base import Rule
-from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
+from fp8debug.rules.base import Finding, Rule
+from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace, scaled_elsewhere, traces
 
@@ -103,6 +104,11 @@ class OffWeightRule(Rule):
     def limits(self) -> WeightLimits:
         """The limits, with those that the rule has as thresholds of the same names."""
         return replace(LIMITS, **{f.name: getattr(self, f.name) for f in fields(LIMITS) if hasattr(self, f.name)})
+
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to codes of another format, and to scales made for one."""
+        misread = {(part.module, part.tensor) for f in others if f.name in OF_ANOTHER_FORMAT for part in f.sites}
+        return any((part.module, part.tensor) not in misread for part in finding.sites)
 
 
 def has_outgrown(min_coefficient: float, max_block_growth: float, max_flushed_rate: float = LIMITS.max_flushed_rate) -> str:
