@@ -178,6 +178,33 @@ def test_a_recomputed_block_is_recorded_once(recipe: str, tmp_path: Path) -> Non
     assert_same_rows(tmp_path / "run", tmp_path / "eager")
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_backward_passes_may_wait_for_several_forward_passes(frozen: bool, tmp_path: Path) -> None:
+    """In the order of a pipeline's micro-batches; a frozen weight saves no operand that tells them apart."""
+
+    def trained(path: Path, backend: str | None) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = fp8debug.convert(Net(False).requires_grad_(not frozen), "rowwise")
+        for block in cast(Net, model).blocks if backend else ():
+            block.compile(backend=backend, fullgraph=True)
+        with fp8debug.watch(model, path, every=2, what_if=()) as watch:
+            for step in range(3):
+                inputs = [torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(step + 10 * i)) for i in range(2)]
+                losses = [model((x * (1 + 9 * i)).requires_grad_()).square().mean() for i, x in enumerate(inputs)]
+                for loss in losses:
+                    loss.backward()
+                watch.step()
+
+    trained(tmp_path / "run", "aot_eager")
+    trained(tmp_path / "eager", None)
+    found, expected = rows(tmp_path / "run"), rows(tmp_path / "eager")
+    counted = ("step", "module", "gemm", "tensor", "reference", "numel", "num_tensors")
+    assert [[r[name] for name in counted] for r in found] == [[r[name] for name in counted] for r in expected]
+    known = [r["damage"] is not None for r in expected]
+    assert [r["damage"] is not None for r in found] == [k and not frozen for k in known] and any(known)
+
+
 def test_a_gemm_that_a_recipe_leaves_in_bf16_stays_there(tmp_path: Path) -> None:
     recipe = fp8debug.get_recipe("rowwise").replace(gemm="wgrad", cast=None, name="rowwise_wgrad_bf16")
     alone = train(recipe, dtype=torch.bfloat16)

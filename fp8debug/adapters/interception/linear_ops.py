@@ -139,7 +139,8 @@ class LinearRecorder:
     def __init__(self, layer: Fp8Linear, probe: Probe) -> None:
         self._layer, self._probe = layer, probe
         self._is_sampled = False
-        self._kept: dict[int, SavedForBackward] = {}  # of forward ops, by the address of the operand of wgrad that they saved
+        self._kept: dict[int, list[SavedForBackward]] = {}  # by the address of wgrad's operand; 0 of frozen weights
+        self._are_mixed = False  # whether several of a frozen weight wait, or did until all were taken
 
     @property
     def observer(self) -> Observer:
@@ -174,10 +175,25 @@ class LinearRecorder:
     def forget(self) -> None:
         """Let go of what the step that is over has kept."""
         self._kept.clear()
+        self._are_mixed = False
 
     def observes(self, grad_output: Tensor) -> bool:
         """Return whether anything is recorded of a backward op."""
         return bool(self._kept) or self._checks(grad_output)
+
+    def _keep(self, address: int, saved: SavedForBackward) -> None:
+        others = [] if address else self._kept.get(address, [])  # an operand that had this address before is gone
+        self._are_mixed |= bool(others)
+        self._kept[address] = [*others, saved]
+
+    def _take(self, address: int) -> SavedForBackward:
+        # A recomputed forward op has saved the operand elsewhere; its backward op is that of the last one.
+        found = address if address in self._kept else next(reversed(self._kept))
+        taken = self._kept[found].pop()
+        if not self._kept[found]:
+            del self._kept[found]
+        self._are_mixed &= bool(self._kept)
+        return taken
 
     def _checks(self, x: Tensor) -> bool:
         return not self._probe.observer.sampling and self._probe.checks(x)
@@ -210,18 +226,18 @@ class LinearRecorder:
             with self._nothing_known():
                 kept = self._probe.fprop(x, weight, a, b, x_wgrad, output, parameter=self.weight)
             if kept is not None and not self._probe.observer.settings.inference:
-                self._kept[_address(x_wgrad)] = kept
+                self._keep(_address(x_wgrad), kept)
         elif self._checks(output):
             self._probe.check(x, weight, output)
 
     def backward(self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None) -> None:
         """Record dgrad and wgrad, or whether they are finite."""
         if self._kept:
-            address = _address(None if wgrad is None else wgrad[1])
-            # A recomputed forward op has saved the operand elsewhere; its backward op is that of the last one.
-            kept = self._kept.pop(address) if address in self._kept else self._kept.popitem()[1]
+            # With several that saved no operand, which of them it was is not known; nor is, then, what its errors do to the loss.
+            damage = not self._are_mixed
+            kept = self._take(_address(None if wgrad is None else wgrad[1]))
             with self._nothing_known():
-                self._probe.backward(grad_output, weight, dgrad, wgrad, kept)
+                self._probe.backward(grad_output, weight, dgrad, wgrad, kept, damage=damage)
         elif self._checks(grad_output):
             products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
             results = {which: product[2] for which, product in products.items() if product and product[2] is not None}
