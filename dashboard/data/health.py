@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .healthy_ranges import KIND_SQL, HealthyRange, envelope, kind_of
+from .healthy_ranges import KIND_SQL, ROW_BITS, HealthyRange, envelope, kind_of
 from .nonfinite import value_sql
 from .records import Floats, Ints
+from .row_kinds import bits_sql
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -47,9 +48,10 @@ class Reason(NamedTuple):
 
 
 def severity_sql(run: Run, keys: Iterable[tuple[str, str, str, str]]) -> str:
-    """Return SQL over ``sites`` with a column ``kind``: severity in ``FINE`` steps times ``ROOM``, plus the place of its metric.
+    """Return SQL over ``sites`` with the columns of :func:`kinds_sql`: severity and the place of its metric in one number.
 
-    It is null where a row has none of the metrics. Healthy, and better than healthy, is severity 0.
+    It is severity in ``FINE`` steps times ``ROOM``, plus the place, and null where a row has none of the metrics. Healthy, and
+    better than healthy, is severity 0.
 
     Args:
         run: the run.
@@ -59,14 +61,18 @@ def severity_sql(run: Run, keys: Iterable[tuple[str, str, str, str]]) -> str:
     found = []
     for place, metric in enumerate(METRICS):
         value = f"CAST({value_sql(run, metric)} AS DOUBLE)"
-        grouped: dict[HealthyRange, list[int]] = {}
+        grouped: dict[tuple[int, HealthyRange], list[int]] = {}
         for kind in kinds:
-            ranges = envelope(metric, kind)
-            if ranges is not None:
-                grouped.setdefault(ranges, []).append(kind)
+            for bit in {ROW_BITS.get(metric, 0): None, 0: None}:  # the rows with the bit first
+                ranges = envelope(metric, kind | bit)
+                if ranges is not None:
+                    grouped.setdefault((bit, ranges), []).append(kind)
         if metric not in run.columns or not grouped:
             continue
-        cases = [f"WHEN kind IN ({', '.join(map(str, of))}) THEN {_line_sql(value, ranges)}" for ranges, of in grouped.items()]
+        cases = [
+            f"WHEN {f'bits & {bit} > 0 AND ' if bit else ''}kind IN ({', '.join(map(str, of))}) THEN {_line_sql(value, ranges)}"
+            for (bit, ranges), of in sorted(grouped.items(), key=lambda item: -item[0][0])
+        ]
         better = len(METRICS) - 1 - place
         found.append(f"CAST(round({FINE} * CASE {' '.join(cases)} END) AS INTEGER) * {ROOM} + {better}")
     if not found:
@@ -80,9 +86,10 @@ def severity_numbers(metric: str, values: NDArray[np.float64], kinds: Ints) -> I
     Args:
         metric: one of ``METRICS``.
         values: of rows.
-        kinds: of ``kind_of``, one for each value.
+        kinds: of ``row_kinds.kind_sql``, one for each value.
     """
     found, better = np.full(values.shape, -1, np.int32), len(METRICS) - 1 - METRICS.index(metric)
+    kinds = kinds & ~(sum(set(ROW_BITS.values())) & ~ROW_BITS.get(metric, 0))
     for kind in np.flatnonzero(np.bincount(kinds)).tolist():
         ranges = envelope(metric, kind)
         if ranges is None:
@@ -151,5 +158,6 @@ def keys_of(run: Run, condition: str = "TRUE", values: Sequence[object] = ()) ->
     return sorted((row["gemm"], row["tensor"], row["cast_name"], row["reference"]) for row in table.to_pylist())
 
 
-#: Columns that a query needs beside the number.
-KIND = f"{KIND_SQL} AS kind"
+def kinds_sql(run: Run, within: str = "TRUE") -> str:
+    """Return the columns that a query needs beside the number, of rows under a condition on their steps."""
+    return f"{KIND_SQL} AS kind, {bits_sql(run, within=within)} AS bits"

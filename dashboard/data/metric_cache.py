@@ -21,14 +21,15 @@ from fp8debug.types import Gemm, Reference, TensorRole
 
 from . import health as healths
 from .arrays import doubles, ints, known_floats
-from .healthy_ranges import badness, kind_of
+from .healthy_ranges import CLIPS_LITTLE, ROW_BITS, badness, kind_of
 from .nonfinite import COUNTS, FINITE, LOST_SQL, MISSING, NAN, STATE_SQL, States, has_nonfinite
 from .records import Floats, Ints
+from .row_kinds import bits_sql
 
 #: The metrics that are kept, the ones that pages show unasked first; a run of 100 million rows has room for four.
 METRICS = ("sqnr_db", "scale_inv_mean_log2", "headroom", "gain", "underflow_rate", "overflow_rate", "cosine", "amax")
 #: Room for all blocks, and the rows that are read at a time.
-MAX_BYTES, ROWS_AT_ONCE = 7 << 28, 1_000_000
+MAX_BYTES, ROWS_AT_ONCE = 29 << 26, 1_000_000
 #: Sites that are told apart: a run has some tens.
 MAX_KEYS = 4096
 #: Stands where a site has no value: NaN is one.
@@ -61,6 +62,8 @@ class MetricCache:
         keys: the sites.
         sampled: the steps with statistics.
         states: of ``nonfinite``, int8 ``[keys, steps, modules]``; None for a run without NaN and Inf.
+        bits: of ``row_kinds``, in units of ``CLIPS_LITTLE``, uint8 ``[keys, steps, modules]``; None where none of their metrics
+            was recorded.
         health: numbers of ``health.severity_sql`` plus one, 0 where there is none, uint16 ``[keys, steps, modules]``; None
             where none of its metrics was recorded.
     """
@@ -70,6 +73,7 @@ class MetricCache:
     keys: Sequence[Key]
     sampled: Ints
     states: States | None = None
+    bits: NDArray[np.uint8] | None = None
     health: NDArray[np.uint16] | None = None
 
     @property
@@ -93,13 +97,19 @@ class MetricCache:
         states = np.full(shape, -1, np.int8)
         marked = None if metric in COUNTS else self.states
         order = sorted((kind_of(*key[:4]), i) for i, key in enumerate(self.keys) if key in keys)
-        for kind, i in order:  # of equally bad ones the last kind counts
+        bit = ROW_BITS.get(metric, 0) if self.bits is not None else 0
+        for base, i in order:
             for place in places:
                 rows = np.flatnonzero(place >= 0)
                 own = self.blocks[metric][i, low + place[rows]]
                 known = own != NOTHING
-                bad = np.where(known, _ranked(badness(metric, own, kind)), -np.inf)
-                wins = known & (bad >= worst[rows])
+                judged, kind = badness(metric, own, base), np.full(own.shape, base, np.int32)
+                if bit and self.bits is not None:
+                    has_bit = self.bits[i, low + place[rows]] & (bit // CLIPS_LITTLE) > 0
+                    judged, kind = np.where(has_bit, badness(metric, own, base + bit), judged), kind + bit * has_bit
+                bad = np.where(known, _ranked(judged), -np.inf)
+                # Of equally bad ones the largest kind counts.
+                wins = known & ((bad > worst[rows]) | (bad == worst[rows]) & (kind >= kinds[rows]))
                 for whole, new in ((worst, bad), (values, own), (kinds, kind)):
                     whole[rows] = np.where(wins, new, whole[rows])
                 state = np.where(known, np.where(np.isnan(own), NAN, FINITE), -1).astype(np.int8)
@@ -226,12 +236,13 @@ def build(path: Path) -> MetricCache | None:
     sampled = np.array([step for step in run.sampled_steps if step is not None], dtype=np.int32)
     shape = (len(keys), len(sampled), len(modules))
     num = int(np.prod(shape))
-    metrics = [name for name in METRICS if run.has(name)][: max(0, MAX_BYTES - 2 * num) // (4 * num or MAX_BYTES)]
+    metrics = [name for name in METRICS if run.has(name)][: max(0, MAX_BYTES - 3 * num) // (4 * num or MAX_BYTES)]
     if not metrics or len(keys) > MAX_KEYS:
         return None
     judged = [name for name in healths.METRICS if run.has(name)]
     health = np.zeros(shape, np.uint16) if judged else None
     kinds = np.array([kind_of(*key[:4]) for key in keys], np.int32)
+    bits = np.zeros(shape, np.uint8) if any(run.has(name) for name in ROW_BITS) else None
     blocks = {name: np.full(shape, NOTHING, np.float32) for name in metrics}
     states = np.zeros(shape, np.int8) if has_nonfinite(run) else None
     for table in _read(run, modules, keys, list(dict.fromkeys([*metrics, *judged])), sampled, states is not None):
@@ -241,8 +252,12 @@ def build(path: Path) -> MetricCache | None:
             if states is not None and name not in COUNTS:
                 known &= ints(table, "lost") == 0
             blocks[name][place] = np.where(known, values, NOTHING)
+        of_rows = kinds[place[0]]
+        if bits is not None:
+            found = ints(table, "bits")
+            bits[place], of_rows = found // CLIPS_LITTLE, of_rows + found
         if health is not None:
-            of_rows, worst = kinds[place[0]], np.full(table.num_rows, -1, np.int32)
+            worst = np.full(table.num_rows, -1, np.int32)
             for name in judged:
                 own = doubles(table, name)
                 if states is not None:
@@ -251,7 +266,7 @@ def build(path: Path) -> MetricCache | None:
             health[place] = worst + 1
         if states is not None:
             states[place] = ints(table, "state")
-    return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states, health=health)
+    return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states, bits=bits, health=health)
 
 
 def _keys(run: Run) -> list[Key]:
@@ -270,7 +285,7 @@ def _read(
     sampled: Ints,
     with_states: bool,
 ) -> Iterator[pa.Table]:
-    """Yield rows of m, step, c and the metrics, state and lost if asked for, some steps at a time."""
+    """Yield rows of m, step, c, the metrics and bits, state and lost if asked for, some steps at a time."""
     casts = list(dict.fromkeys(key[2] for key in keys))
     lists = (_GEMMS, _TENSORS, casts, _REFERENCES, ["false", "true"])
     code, of_key = "0", [0] * len(keys)
@@ -281,11 +296,13 @@ def _read(
     cases = " ".join(f"WHEN {n} THEN {c}" for c, n in enumerate(of_key))
     values = ", ".join(f"TRY_CAST({name} AS {'DOUBLE' if name in healths.METRICS else 'FLOAT'}) AS {name}" for name in metrics)
     values += f", {STATE_SQL} AS state, CAST({LOST_SQL} AS INTEGER) AS lost" if with_states else ""
-    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM sites"
+    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values}"
     at_once = max(1, ROWS_AT_ONCE * len(sampled) // max(1, run.num_rows))
     for begin in range(0, len(sampled), at_once):
         part = sampled[begin : begin + at_once]
-        yield run.sql(f"SELECT * FROM ({text} WHERE step BETWEEN {part[0]} AND {part[-1]}) AS coded WHERE m + c IS NOT NULL")
+        within = f"step BETWEEN {part[0]} AND {part[-1]}"
+        coded = f"{text}, {bits_sql(run, within=within)} AS bits FROM sites WHERE {within}"
+        yield run.sql(f"SELECT * FROM ({coded}) AS coded WHERE m + c IS NOT NULL")
 
 
 def _place(column: str, values: Sequence[str]) -> str:

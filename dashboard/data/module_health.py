@@ -16,10 +16,11 @@ from fp8debug.store.columns import numbers_of
 from . import queries
 from .arrays import floats, ints
 from .health import METRICS
-from .healthy_ranges import KIND_SQL, badness_sql, envelope, severities
+from .healthy_ranges import badness_sql, envelope, severities
 from .nonfinite import FINITE, state_sql, value_sql
 from .records import Floats, Ints
-from .step_ranges import MOST_ROWS, cell_width_of, sites_within, step_range
+from .row_kinds import kind_sql
+from .step_ranges import MOST_ROWS, cell_width_of, sites_within, step_condition, step_range
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -89,15 +90,17 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
     most = int(np.clip(MAX_CELLS // max(1, len(modules)), MIN_COLUMNS, MAX_COLUMNS))
     width = cell_width_of(run, *shown, most)
     width = width if width > 1 or shown[1] - shown[0] < most else _interval(run)
-    sites, apart = sites_within(run, *shown, run.num_rows > MOST_ROWS)
+    is_thin = run.num_rows > MOST_ROWS
+    within, _ = step_condition(run, *shown, is_thin)
+    sites, apart = sites_within(run, *shown, is_thin)
     conditions = [queries.where(name, cast) for name in ([site] if site else ["operands", "results", "exact"])]
     chosen = " OR ".join(f"({condition})" for condition, _ in conditions)
-    picked = ", ".join(f"CAST({value_sql(run, m)} AS DOUBLE) AS {m}, {badness_sql(m)} AS bad_{m}" for m in recorded)
+    picked = ", ".join(f"CAST({value_sql(run, m)} AS DOUBLE) AS {m}, {badness_sql(m, 'kind')} AS bad_{m}" for m in recorded)
     worst = ", ".join(f"max_by({m}, bad_{m}) FILTER (WHERE {m} IS NOT NULL) AS {m}" for m in recorded)
     state = f"max(CASE WHEN {' OR '.join(f'({state_sql(run, m)}) > {FINITE}' for m in recorded)} THEN 1 ELSE 0 END)"
     table = run.sql(
-        f"WITH picked AS (SELECT module, CAST(floor((step - {shown[0]}) / {width}) AS BIGINT) AS cell, step, {KIND_SQL} AS kind,"
-        f" num_nan, num_inf, num_actual_nonfinite, {picked} FROM {sites} AND ({chosen}))"
+        f"WITH picked AS (SELECT module, CAST(floor((step - {shown[0]}) / {width}) AS BIGINT) AS cell, step,"
+        f" {kind_sql(run, within=within)} AS kind, num_nan, num_inf, num_actual_nonfinite, {picked} FROM {sites} AND ({chosen}))"
         f" SELECT module, cell, kind, min(step) AS step, {state} AS lost, {worst} FROM picked GROUP BY module, cell, kind"
         " ORDER BY module, cell, kind",
         [value for _, values in conditions for value in values],

@@ -21,9 +21,10 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 
 from . import health as healths
 from .arrays import code_grid_of, floats, grid_of, ints, known_floats, states
-from .healthy_ranges import KIND_SQL, badness_sql
+from .healthy_ranges import badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
+from .row_kinds import kind_sql
 from .step_ranges import cell_width_of, sites_within, step_condition, step_range, width_of
 
 if TYPE_CHECKING:
@@ -259,9 +260,11 @@ def heat(
             steps_per_cell=width,
         )
     sites, apart = sites_within(run, first, last, is_thin)
+    within, _ = step_condition(run, first, last, is_thin)
     table = run.sql(
-        f"WITH picked AS (SELECT module, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
-        f" {badness_sql(name)} AS badness, {state_sql(run, name)} AS state FROM {sites} AND {condition})"
+        f"WITH picked AS (SELECT module, step, CAST({value_sql(run, name)} AS DOUBLE) AS v,"
+        f" {kind_sql(run, name, within)} AS kind, {badness_sql(name, 'kind')} AS badness, {state_sql(run, name)} AS state"
+        f" FROM {sites} AND {condition})"
         f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
         f" {WORST_SQL} FROM picked WHERE v IS NOT NULL OR state > 0"
         f" GROUP BY module, CAST(floor((step - {first}) / {width}) AS BIGINT)",
@@ -303,8 +306,9 @@ def health(
         sites, apart = sites_within(run, first, last, is_thin, part)
         cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
         table = run.sql(
-            f"WITH kinds AS (SELECT *, {healths.KIND} FROM {sites} AND {condition}), picked AS (SELECT module, step,"
-            f" {healths.code_sql(run, [key[:4] for key in keys])} AS code, {state_sql(run, 'sqnr_db')} AS state FROM kinds)"
+            f"WITH kinds AS (SELECT *, {healths.kinds_sql(run, within)} FROM {sites} AND {condition}), picked AS ("
+            f"SELECT module, step, {healths.code_sql(run, [key[:4] for key in keys])} AS code,"
+            f" {state_sql(run, 'sqnr_db')} AS state FROM kinds)"
             # Not WHERE: of rows that a condition keeps the engine would compute the number a second time.
             f" SELECT module, {cell} AS cell, min(step) FILTER (WHERE code IS NOT NULL OR state > 0) AS step, max(code) AS code,"
             f" max(state) AS state FROM picked GROUP BY module, {cell} HAVING max(code) IS NOT NULL OR max(state) > 0",
@@ -480,7 +484,7 @@ def rows_at(run: Run, module: str, step: int, columns: Sequence[str]) -> list[di
     return _rows(
         run,
         "SELECT step, gemm, tensor, cast_name, reference, actual,"
-        f" {KIND_SQL} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
+        f" {kind_sql(run, within=f'step = {int(step)}')} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
         " WHERE module = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
         [module, step],
     )

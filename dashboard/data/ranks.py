@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .arrays import floats, grid_of, ints, states
-from .healthy_ranges import KIND_SQL, badness_sql
+from .healthy_ranges import badness_sql
 from .nonfinite import States, state_sql, value_sql
 from .queries import MAX_CELLS, MAX_POINTS, WORST_SQL, column, metrics
 from .records import Heat, StepSeries
+from .row_kinds import kind_sql
 from .step_ranges import step_condition, step_range, width_of
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def by_rank(run: Run, module: str, site: tuple[str, str], metric: str, is_thin: 
     within, apart = step_condition(run, first, last, is_thin)
     cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
     table = run.sql(
-        f"WITH picked AS (SELECT rank, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
-        f" {badness_sql(name)} AS badness, {state_sql(run, name)} AS state"
+        f"WITH picked AS (SELECT rank, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {kind_sql(run, name, within)} AS kind,"
+        f" {badness_sql(name, 'kind')} AS badness, {state_sql(run, name)} AS state"
         f" FROM stats WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual AND {within})"
         f" SELECT concat('rank ', CAST(rank AS STRING)) AS module, {cell} AS cell, min(step) AS step,"
         f" {WORST_SQL} FROM picked WHERE v IS NOT NULL OR state > 0"

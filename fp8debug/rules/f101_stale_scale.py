@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug import limits
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import READ_AS_ANOTHER
@@ -77,10 +78,10 @@ class StaleScaleSaturation(Rule):
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
 
-    max_rate: float = 0.01
+    max_rate: float = limits.MAX_CLIPPED_DELAYED
     max_rate_once: float = 0.25
-    warn_rate: float = 0.001
-    min_headroom: float = 1.25
+    warn_rate: float = limits.WARN_CLIPPED_DELAYED
+    min_headroom: float = limits.MIN_CLIPPED_HEADROOM_DELAYED
     min_elements: int = 8
     min_steps: int = 2
     warn_steps: int = 3

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, times, traces
@@ -57,13 +58,13 @@ class StaleHistoryUnderflow(Rule):
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
 
-    max_rate: float = 0.05
+    max_rate: float = limits.MAX_UNDERFLOW
     max_rate_once: float = 0.5
-    max_headroom: float = 2.0**-6
-    min_elements: int = 16
+    max_headroom: float = limits.MAX_STALE_HEADROOM
+    min_elements: int = limits.MIN_UNDERFLOW_ELEMENTS
     min_steps: int = 2
     warmup: int = 8
-    max_sqnr_db: float = 20.0
+    max_sqnr_db: float = limits.MAX_STALE_SQNR_DB
 
     @property
     def _looks(self) -> tuple[Look, Look]:

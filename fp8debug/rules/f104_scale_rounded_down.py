@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
@@ -65,12 +66,12 @@ class ScaleRoundedDown(Rule):
     cure = "scale_rounding='pow2_ceil' for this operand, or 'none' where the hardware takes FP32 scales"
     changes: ClassVar[Mapping[str, Any]] = {"scale_rounding": "pow2_ceil"}
 
-    max_rate: float = 0.001
-    warn_elements: int = 8
+    max_rate: float = limits.MAX_CLIPPED
+    warn_elements: int = limits.MIN_CLIPPED_ELEMENTS
     min_gain: float = 0.8
     min_gain_undeclared: float = 0.97
     max_headroom: float = 1.15
-    min_headroom_undeclared: float = 1.07
+    min_headroom_undeclared: float = limits.MIN_CLIPPED_HEADROOM
 
     @property
     def _look(self) -> Look:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug import limits
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
@@ -69,13 +70,13 @@ class OutlierUnderflow(Rule):
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128", "scaling": "current"}
 
-    max_rate: float = 0.05
-    warn_rate: float = 0.01
-    max_low_bit_rate: float = 0.6
-    min_spread_log2: float = 10.0
-    min_crest: float = 6.0
-    min_headroom: float = 2.0**-6
-    min_elements: int = 16
+    max_rate: float = limits.MAX_UNDERFLOW
+    warn_rate: float = limits.WARN_UNDERFLOW
+    max_low_bit_rate: float = limits.MAX_UNDERFLOW_LOW_BITS
+    min_spread_log2: float = limits.MIN_SPREAD_LOG2
+    min_crest: float = limits.MIN_CREST
+    min_headroom: float = limits.MAX_STALE_HEADROOM
+    min_elements: int = limits.MIN_UNDERFLOW_ELEMENTS
     horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
@@ -53,9 +54,9 @@ class UnequalTokens(Rule):
     cure = "granularity='1x128' for this operand; else BF16 for this module's dgrad"
     changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128"}
 
-    max_rate: float = 0.05
+    max_rate: float = limits.MAX_UNDERFLOW
     max_share_left: float = 0.5
-    min_elements: int = 16
+    min_elements: int = limits.MIN_UNDERFLOW_ELEMENTS
     min_steps: int = 2
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8debug import limits
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
@@ -117,7 +118,7 @@ class WrongScale(Rule):
     columns = ("sum_xy", "sum_x2", "sum_y2")
     cure = "recompute the scale from the data it is for, or reload both as they were saved, with the same flags; else BF16 here"
 
-    max_gain_error: float = 0.05
+    max_gain_error: float = limits.MAX_GAIN_ERROR
     min_cosine: float = 0.999
     max_overflow_rate: float = 0.05
     max_underflow_rate: float = 0.01
@@ -197,7 +198,7 @@ class WrongScale(Rule):
         found = traces(run, self._look)
         is_elsewhere = scaled_elsewhere(found)
         for whole in found:
-            limit = self._limit(whole)
+            limit = limits.gain_limit(whole.cast, self.max_gain_error)
             trace = whole.where(above("gain_error", limit))
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None:
@@ -303,13 +304,6 @@ class WrongScale(Rule):
     def _is_scale(self, row: dict[str, Any]) -> bool:
         """Return whether the scales are at fault: one for all blocks, or some that are too small for their rows."""
         return bool(row["has_one_scale"]) or has_small_scales(row, self.min_headroom, self.min_mixed_rows)
-
-    def _limit(self, trace: Trace) -> float:
-        cast = trace.cast
-        if cast is None:
-            return self.max_gain_error
-        rounding = FORMATS[cast.format].max_relative_error
-        return max(self.max_gain_error, 1.1 * rounding, 0.13 if cast.scale_rounding == "pow2_floor" else 0.0)
 
 
 def _share(trace: Trace) -> float:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS, GRANULARITIES
+from fp8debug.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, cast_floor_db
+from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
 from fp8debug.rules.reading.traces import Trace, num_right, times, traces

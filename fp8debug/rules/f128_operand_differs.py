@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8debug import limits
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db, tensor_floor_db
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, tensor_floor_db
 from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, num_right, percent, scaled_elsewhere, times, traces
 
@@ -121,15 +122,15 @@ class OperandDiffers(Rule):
     )
     only_unexplained = True
 
-    margin_db: float = 0.1
+    margin_db: float = limits.FLOOR_MARGIN_DB
     max_element_error: float = 1.1
     max_directed_error: float = 2.1
     max_headroom: float = 1.002
     min_gain_error: float = 0.015
-    delayed_sqnr_db: float = 23.5
+    delayed_sqnr_db: float = limits.DELAYED_SQNR_DB
     delayed_steps: int = 2
     warmup: int = 8
-    max_unmeasured_underflow: float = 0.5
+    max_unmeasured_underflow: float = limits.MAX_UNDERFLOW_UNMEASURED
     early_steps: int = 4
     max_unmeasured_headroom: float = 8.0
     max_amax_floor: float = 1e-12
@@ -181,7 +182,7 @@ class OperandDiffers(Rule):
             if cast is None:
                 continue
             is_current = cast.scaling == "current"
-            floor = cast_floor_db(cast) - self.margin_db if is_current else min(self.delayed_sqnr_db, cast_floor_db(cast))
+            floor = limits.operand_floor_db(cast, self.margin_db, self.delayed_sqnr_db)
             trace = whole.where(lambda row, cast=cast, floor=floor: row["sqnr_db"] < self._floor_of(cast, row, floor))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS, Format
+from fp8debug.formats import FORMATS, SCALE_FORMATS, Format
+from fp8debug.limits import relative_error
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.recipes import Cast
 
@@ -24,12 +25,6 @@ READ_AS_ANOTHER, READ_OR_SCALED, SCALED_FOR_ANOTHER = OF_ANOTHER_FORMAT = (
     "read-as-another-or-off-by-two",
     "scaled-for-another-format",
 )
-#: Elements under one scale per row or tensor.
-_ELEMENTS = 2**20
-#: Smallest scaled amax of a block over the format's max, by scale rounding; an E4M3 scale is at most 1/17 too large.
-SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
-#: Share of the energy that a bound leaves out: what E4M3's subnormals add.
-_NEGLIGIBLE = 1e-4
 #: -ln of the probability by which a sum of errors that are made at random lies beyond its bound: 1e-9.
 _CHANCE = 20.7
 
@@ -57,33 +52,6 @@ def deficit_sql(*, per_bit_db: float = 6.0) -> str:
     return f"(CASE {cases} ELSE 0 END + CASE WHEN cast_name LIKE '% stochastic%' THEN 3 ELSE 0 END)"
 
 
-def cast_floor_db(cast: Cast) -> float:
-    """Return the lowest SQNR, in dB, that a correct cast under current scaling can give any tensor.
-
-    Rounding to nearest with m mantissa bits changes a normal value by at most 1 / (2^(m + 1) + 1) of itself, rounding at random
-    by 2^-m / (2 sqrt(1 + 2^-m)) in the root mean square, with up to 1 dB more by chance. A value in the subnormals changes by
-    at most half the smallest one, so that all others of a block add (n - 1) (s / 2)^2 to an amax of at least half the
-    format's max: nothing in FP8, and what bounds FP4. A scale rounded down (``pow2_floor``, ``pow2_even``) clips a value that
-    lies beyond max by up to the ratio of the two.
-    """
-    fmt = FORMATS[cast.format]
-    rows, columns = GRANULARITIES[cast.granularity]
-    others = rows * columns - 1 if rows and columns else _ELEMENTS
-    smallest = SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
-    lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
-    chance = 1.0 if cast.rounding == "stochastic" else 0.0
-    return -10 * math.log10(_relative_error(cast) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance
-
-
-def _relative_error(cast: Cast) -> float:
-    """Return what a normal value changes by, at most or, rounded at random, in the root mean square."""
-    fmt, step = FORMATS[cast.format], 2.0 ** -FORMATS[cast.format].mantissa_bits
-    rounding = step / (2 * math.sqrt(1 + step)) if cast.rounding == "stochastic" else fmt.max_relative_error
-    largest = 2.0 ** (fmt.emax + 1) * (1 - step / 4 if cast.scale_rounding == "pow2_even" else 1)
-    clipping = 1 - fmt.max / largest if cast.scale_rounding in ("pow2_floor", "pow2_even") else 0.0
-    return max(rounding, clipping)
-
-
 def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, scale_inv: float, energy: float) -> float:
     """Return the lowest SQNR, in dB, that a correct cast can give the tensor of these magnitudes.
 
@@ -95,7 +63,7 @@ def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, sc
     What is rounded at random has the mean u of its squared error, at most the square of a spacing, v, so that the sum is beyond
     sum u + sqrt(2 t sum u v) + 2 t max v / 3 with a probability of exp(-t) at most (Bernstein's inequality).
 
-    That is far above :func:`cast_floor_db` where a block has many elements of few bits, which bounds every tensor. A Hadamard
+    That is far above ``limits.cast_floor_db`` where a block has many elements of few bits, which bounds every tensor. A Hadamard
     transform makes other magnitudes, and E4M3 block scales with none over them may be subnormal, so that they clip more: there,
     and without a histogram, it is -inf.
 
@@ -110,7 +78,7 @@ def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, sc
     may_clip = stored is not None and not stored.scale_only and cast.tensor_scale == "none"
     if histogram is None or cast.hadamard or may_clip or not energy or not math.isfinite(scale_inv):
         return -math.inf
-    relative, smallest = _relative_error(cast), FORMATS[cast.format].min_subnormal * scale_inv
+    relative, smallest = relative_error(cast), FORMATS[cast.format].min_subnormal * scale_inv
     step = 2.0 ** -FORMATS[cast.format].mantissa_bits
     lost = variance = largest = 0.0
     for place, count in enumerate(histogram):

@@ -21,9 +21,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from fp8debug.formats import FORMATS, Format
+from fp8debug.limits import SMALLEST_AMAX
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.recipes import Cast
-from fp8debug.rules.reading.bounds import SMALLEST_AMAX
 
 #: Formats of 8 bits that hold data.
 DATA_FORMATS = tuple(f for f in FORMATS.values() if f.bits == 8 and not f.scale_only)

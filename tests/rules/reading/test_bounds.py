@@ -12,8 +12,9 @@ from torch import Tensor
 
 import fp8debug
 from fp8debug.formats import FORMATS
+from fp8debug.limits import cast_floor_db
 from fp8debug.recipes import RECIPES, Cast
-from fp8debug.rules.reading.bounds import cast_floor_db, tensor_floor_db
+from fp8debug.rules.reading.bounds import tensor_floor_db
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "normal": lambda: torch.randn(96, 128),

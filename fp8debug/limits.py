@@ -1,0 +1,77 @@
+"""Limits that the rules and the dashboard's colours share: where a rule's finding begins, a cell's "act" does.
+
+A rule's thresholds are fields with these defaults, and its docstring has the source of each. They stand here because a page must
+not wait until all rules are imported.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fp8debug.formats import FORMATS, GRANULARITIES
+from fp8debug.recipes import Cast
+
+#: Share of elements that clip under a scale of their own tensor; and the number of elements and the headroom (amax over what the
+#: scale holds) from which on it counts where the cast does not round its scales down (F104): values that were rounded to E4M3
+#: before the scale was made lie up to 1/17 beyond it.
+MAX_CLIPPED, MIN_CLIPPED_ELEMENTS, MIN_CLIPPED_HEADROOM = 0.001, 8, 1.07
+#: The same under delayed and static scales, which lag behind growth (F101): a warning, an error, and the headroom.
+WARN_CLIPPED_DELAYED, MAX_CLIPPED_DELAYED, MIN_CLIPPED_HEADROOM_DELAYED = 0.001, 0.01, 1.25
+#: Share of nonzero elements that become zero: a warning, an error, and the number of elements (F102, F105, F106).
+WARN_UNDERFLOW, MAX_UNDERFLOW, MIN_UNDERFLOW_ELEMENTS = 0.01, 0.05, 16
+#: The same of a format of less than 8 bits (F105), and where no error was recorded (F128).
+MAX_UNDERFLOW_LOW_BITS, MAX_UNDERFLOW_UNMEASURED = 0.6, 0.5
+#: What makes an outlier (F105): log2 of amax over the median magnitude; amax over the RMS where no histogram was recorded.
+MIN_SPREAD_LOG2, MIN_CREST = 10.0, 6.0
+#: Headroom below which a scale is too old, and the SQNR below which that costs accuracy (F102).
+MAX_STALE_HEADROOM, MAX_STALE_SQNR_DB = 2.0**-6, 20.0
+#: Gain of an operand off 1 (F113), and what it is raised to by rounding (times a guard) and by scales that are rounded down.
+MAX_GAIN_ERROR, ROUNDING_GUARD, MAX_GAIN_ERROR_FLOOR = 0.05, 1.1, 0.13
+#: SQNR of an operand (F128): so far below the bound of its cast; and under delayed and static scales, which may clip and flush.
+FLOOR_MARGIN_DB, DELAYED_SQNR_DB = 0.1, 23.5
+#: Elements under one scale per row or tensor.
+_ELEMENTS = 2**20
+#: Smallest scaled amax of a block over the format's max, by scale rounding; an E4M3 scale is at most 1/17 too large.
+SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
+#: Share of the energy that a bound leaves out: what E4M3's subnormals add.
+_NEGLIGIBLE = 1e-4
+
+
+def gain_limit(cast: Cast | None, max_gain_error: float = MAX_GAIN_ERROR) -> float:
+    """Return how far an operand's gain may be off 1: equal values round the same way, and a scale rounded down clips them."""
+    if cast is None:
+        return max_gain_error
+    rounding = ROUNDING_GUARD * FORMATS[cast.format].max_relative_error
+    return max(max_gain_error, rounding, MAX_GAIN_ERROR_FLOOR if cast.scale_rounding == "pow2_floor" else 0.0)
+
+
+def operand_floor_db(cast: Cast, margin_db: float = FLOOR_MARGIN_DB, delayed_sqnr_db: float = DELAYED_SQNR_DB) -> float:
+    """Return the SQNR, in dB, below which an operand is not the cast of its tensor."""
+    return cast_floor_db(cast) - margin_db if cast.scaling == "current" else min(delayed_sqnr_db, cast_floor_db(cast))
+
+
+def cast_floor_db(cast: Cast) -> float:
+    """Return the lowest SQNR, in dB, that a correct cast under current scaling can give any tensor.
+
+    Rounding to nearest with m mantissa bits changes a normal value by at most 1 / (2^(m + 1) + 1) of itself, rounding at random
+    by 2^-m / (2 sqrt(1 + 2^-m)) in the root mean square, with up to 1 dB more by chance. A value in the subnormals changes by
+    at most half the smallest one, so that all others of a block add (n - 1) (s / 2)^2 to an amax of at least half the
+    format's max: nothing in FP8, and what bounds FP4. A scale rounded down (``pow2_floor``, ``pow2_even``) clips a value that
+    lies beyond max by up to the ratio of the two.
+    """
+    fmt = FORMATS[cast.format]
+    rows, columns = GRANULARITIES[cast.granularity]
+    others = rows * columns - 1 if rows and columns else _ELEMENTS
+    smallest = SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
+    lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
+    chance = 1.0 if cast.rounding == "stochastic" else 0.0
+    return -10 * math.log10(relative_error(cast) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance
+
+
+def relative_error(cast: Cast) -> float:
+    """Return what a normal value changes by, at most or, rounded at random, in the root mean square."""
+    fmt, step = FORMATS[cast.format], 2.0 ** -FORMATS[cast.format].mantissa_bits
+    rounding = step / (2 * math.sqrt(1 + step)) if cast.rounding == "stochastic" else fmt.max_relative_error
+    largest = 2.0 ** (fmt.emax + 1) * (1 - step / 4 if cast.scale_rounding == "pow2_even" else 1)
+    clipping = 1 - fmt.max / largest if cast.scale_rounding in ("pow2_floor", "pow2_even") else 0.0
+    return max(rounding, clipping)
