@@ -91,7 +91,7 @@ def test_a_loss_scale_is_drawn_on_a_logarithmic_axis() -> None:
 
 def test_a_map_of_tiles_says_what_its_colours_mean() -> None:
     tiles = BlockMap(title="t", sqnr_db=np.full((2, 3), 20, np.float32), tile=(1, 128))
-    assert history_figures.blocks(tiles).data[0]["colorbar"]["ticktext"] == ["not FP8", "healthy", "warn 30", "act 25", "lost"]
+    assert history_figures.blocks(tiles).data[0]["colorbar"]["ticktext"] == ["not FP8", "healthy", "warn 30", "act 24.51", "lost"]
 
 
 def test_training_without_anything_says_what_to_call() -> None:
@@ -105,17 +105,17 @@ def test_arrays_travel_as_float32_and_int32() -> None:
 
 
 def test_heatmap_colours_by_severity_and_keeps_exact_values_for_the_hover() -> None:
-    figure = figures.heatmap(heat("sqnr_db", [[32.0, 31.0, 30.0, 25.0, 3.0, float("nan")]]))
+    figure = figures.heatmap(heat("sqnr_db", [[32.0, 31.0, 30.0, 24.509, 3.0, float("nan")]]))
     cells = figure.data[0]
-    assert cells["z"][0, :5].tolist() == [0, 0, 1, 2, 3] and np.isnan(cells["z"][0, 5])
-    assert cells["customdata"][0, :5].tolist() == [32, 31, 30, 25, 3]
+    assert cells["z"][0, :5].tolist() == pytest.approx([0, 0, 1, 2, 3], abs=1e-3) and np.isnan(cells["z"][0, 5])
+    assert cells["customdata"][0, :5].tolist() == pytest.approx([32, 31, 30, 24.509, 3])
     assert (cells["zmin"], cells["zmax"]) == SEVERITY_RANGE
-    assert cells["colorbar"]["ticktext"] == ["not FP8", "healthy", "warn 30", "act 25", "lost"]
+    assert cells["colorbar"]["ticktext"] == ["not FP8", "healthy", "warn 30", "act 24.51", "lost"]
 
 
-def test_heatmap_of_a_result_uses_the_limits_of_results() -> None:
-    cells = figures.heatmap(heat("sqnr_db", [[28.6, 25.0, 20.0]], kinds=SHADOW)).data[0]
-    assert cells["z"][0].tolist() == [0, 1, 2]
+def test_heatmap_of_a_result_uses_the_limits_of_results_and_calls_none_act() -> None:
+    cells = figures.heatmap(heat("sqnr_db", [[28.6, 25.0, 20.0, 3.0]], kinds=SHADOW)).data[0]
+    assert cells["z"][0].tolist() == [0, 1, 1.25, 1.5]
 
 
 def test_heatmap_without_an_envelope_is_robust_against_one_outlier() -> None:
