@@ -9,9 +9,11 @@ import dash_ag_grid as dag  # type: ignore[import-untyped]  # ships no types
 from dash import dcc, html
 from dash.development.base_component import Component
 
+from fp8debug.errors import UsageError
+
 from .data.healthy_ranges import envelope
 from .figures.plot import Figure
-from .figures.theme import ICONS, NO_DATA, WORDS
+from .figures.theme import GRID_NUMBER, ICONS, NO_DATA, NUMBER_LENGTH, WORDS
 from .web.mantine import COMBO_BOX, dmc
 
 Child = Component | str | None
@@ -176,13 +178,22 @@ def grid(
 
 
 def column_definitions(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return columns as AG Grid takes them: their widths are shares, and no column is narrower than its words."""
+    """Return columns as AG Grid takes them: their widths are shares, and no column is narrower than its words and numbers.
+
+    Raises:
+        UsageError: a column without a width.
+    """
+    without = next((column for column in columns if "width" not in column), None)
+    if without is not None:
+        name = without.get("field") or without.get("headerName") or "one"
+        raise UsageError(f"column {name!r} of a grid has no width: give it one, in pixels of a grid of 1,000, as its share")
     return [{"minWidth": _least(column), **column, "flex": column["width"]} for column in columns]
 
 
 def _least(column: Mapping[str, Any]) -> int:
     """Return the smallest width of a grid's column in pixels: below it words would be cut, and the grid scrolls instead."""
-    return max(64, round(0.62 * float(column["width"])), 7 * len(column["headerName"]) + 28)
+    longest = max(len(column["headerName"]), NUMBER_LENGTH if column.get("valueFormatter") == GRID_NUMBER else 0)
+    return max(64, round(0.62 * float(column["width"])), 7 * longest + 28)
 
 
 def height_of(num_rows: int) -> int:

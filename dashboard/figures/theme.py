@@ -23,6 +23,8 @@ NO_DATA = "\u2013"
 #: The same in a grid, with four significant digits otherwise, evaluated without eval. NaN comes as text (``plain_number``).
 _FORM = "params.value < 0.001 && params.value > -0.001 && params.value != 0 ? '.3~e' : '.4~g'"
 GRID_NUMBER = {"function": f"params.value == null ? '{NO_DATA}' : d3.format({_FORM})(params.value)"}
+#: Characters of the longest such number, -1.234e-12.
+NUMBER_LENGTH = 10
 #: A share in percent, in a grid.
 GRID_PERCENT = {"function": f"params.value == null ? '{NO_DATA}' : d3.format('.3~%')(params.value)"}
 #: Orders of a grid's column, by functions of assets/fp8debug.js: the worst last, and numbers with NaN as the largest.

@@ -181,14 +181,18 @@ def layout(view: View, run_view: RunView) -> Component:
     )
 
 
-def _steps(steps: list[int], default: int | None, chosen: int | None) -> list[dict[str, str]]:
+def step_choices(steps: list[int], default: int | None, chosen: int | None) -> list[dict[str, Any]]:
     """Return the choices of step: the default, which follows a run that is being written, then all, or some of very many."""
     first = {"value": "", "label": "none" if default is None else f"{default} (auto)"}
     apart = -(-len(steps) // MAX_CHOICES)
     at = bisect_left(steps, steps[-1] if chosen is None else chosen) if steps else 0
     near = steps[max(0, at - MAX_CHOICES // 20) : at + MAX_CHOICES // 20]
     listed = sorted({*steps[::apart], *near, *steps[-1:]}) if apart > 1 else steps
-    return [first, *({"value": str(step), "label": str(step)} for step in listed)]
+    choices = [first, *({"value": str(step), "label": str(step)} for step in listed)]
+    if apart > 1:
+        told = f"{len(listed):,} of {len(steps):,} steps are listed; the address takes each (step=...)"
+        choices.insert(1, {"value": "some", "label": told, "disabled": True})
+    return choices
 
 
 def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
@@ -201,7 +205,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     steps = _sampled(run_view, module)
     default = default_step(run_view, module, steps)  # once: the findings may come while the page is being made
     step = default if view.get_int("step") is None else _nearest(steps, int(view.get("step")))
-    choices, about = _steps(steps, default, step), _about(run_view, metric)
+    choices, about = step_choices(steps, default, step), _about(run_view, metric)
     try:
         lines = _lines(run_view, module, metric)
         nine = shaped(module_figures.sites(lines[metric], metric, site, step), view, run_view)

@@ -35,6 +35,8 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "error_train", "headerName": "Training's error", **_NUMBER},
     {"field": "error_rollout", "headerName": "Rollout's error", **_NUMBER},
 )
+#: Findings, and notes, that are listed; the others are counted.
+MAX_LINES = 20
 _NUMBERS = ("input_nmse", "output_nmse", "weight_nmse", "error_train", "error_rollout")
 
 
@@ -106,16 +108,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     if isinstance(found, str):
         return note(found, kind="error"), empty("cannot be compared", HEIGHT), []
     causes = {one["module"]: one["code"] for one in reversed(found["findings"]) if one["module"]}
-    lines: list[Component] = [
-        html.P([badge(one["severity"], one["code"]), f" {one['message']}. Cure: {one['cure']}."])
-        for one in found["findings"][:20]
-    ]
-    if not lines:
-        lines = [html.P([badge("ok", "parity"), f" {len(found['modules'])} modules compared; none differs beyond noise."])]
-    metrics = metric_words(found["metrics"])
-    lines += [note("; ".join(metrics))] if metrics else []
-    lines += _alone(found["unmatched"])
-    lines += [note(f"Note: {one}.") for one in found["problems"][:20]]
+    lines = lines_of(found)
     rows = [
         {
             **{key: plain_number(one[key]) for key in _NUMBERS},
@@ -141,6 +134,29 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     beside = Path(str(found["rollout"])).name
     figure = paths(found["modules"], list(causes)).about(run_view.name, f"with {beside}", "relative difference of paths")
     return lines, figure, rows
+
+
+def lines_of(found: Mapping[str, Any]) -> list[Component]:
+    """Return what a comparison found, in lines: findings, metrics, what only one path has, and notes."""
+    lines: list[Component] = [
+        html.P([badge(one["severity"], one["code"]), f" {one['message']}. Cure: {one['cure']}."])
+        for one in found["findings"][:MAX_LINES]
+    ]
+    lines += _rest(found["findings"], "finding")
+    if not lines:
+        lines = [html.P([badge("ok", "parity"), f" {len(found['modules'])} modules compared; none differs beyond noise."])]
+    metrics = metric_words(found["metrics"])
+    lines += [note("; ".join(metrics))] if metrics else []
+    lines += _alone(found["unmatched"])
+    lines += [note(f"Note: {one}.") for one in found["problems"][:MAX_LINES]]
+    lines += _rest(found["problems"], "note")
+    return lines
+
+
+def _rest(listed: Sequence[object], name: str) -> list[Component]:
+    """Return a line that counts what is not listed; nothing where all is."""
+    more = len(listed) - MAX_LINES
+    return [note(f"{more} {name}{'' if more == 1 else 's'} more: fp8debug parity lists all.")] if more > 0 else []
 
 
 def _alone(unmatched: Sequence[Mapping[str, str]]) -> list[Component]:

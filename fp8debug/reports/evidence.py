@@ -105,4 +105,4 @@ def loss_chart(run: Run, findings: Findings, baseline: Run | None = None) -> Cha
     marks = [(step, " ".join(dict.fromkeys(codes))) for step, codes in sorted(begins.items())]
     others = ([], []) if baseline is None else read_losses(baseline)
     beside = (baseline.name, *others) if baseline is not None and others[0] else None
-    return Chart(title="training loss", steps=steps, values=losses, marks=marks[:12], beside=beside, width=900, height=240)
+    return Chart(title="training loss", steps=steps, values=losses, marks=marks, beside=beside, width=900, height=240)

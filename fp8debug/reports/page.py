@@ -33,6 +33,8 @@ CLASSES = (
         " and in FP8.",
     ),
 )
+#: Steps at which the loss is marked on a wide and on a narrow page, and findings whose cures are listed first.
+MAX_MARKS, MAX_MARKS_NARROW, MAX_STEPS = 12, 6, 3
 #: Findings drawn in full; the rest are in the table.
 MAX_CARDS = 40
 
@@ -136,9 +138,12 @@ def _classification(classification: Mapping[str, Any]) -> str:
 def _todo(findings: Findings) -> str:
     steps = []
     accused = [f for f in findings if f.severity > Severity.INFO] or list(findings[:1])
-    for finding in accused[:3]:
+    for finding in accused[:MAX_STEPS]:
         where = f" in <code>{escape(finding.module)}</code>" if finding.module else ""
         steps.append(f"<b>{escape(finding.code)}</b>{where}: {escape(finding.cure)}.")
+    if len(accused) > MAX_STEPS:
+        more = len(accused) - MAX_STEPS
+        steps.append(f"Then the cures of {more} more finding{'' if more == 1 else 's'}, below.")
     if accused:
         steps.append(f"Read the cause: <code>fp8debug explain {escape(accused[0].code)}</code>.")
     if any(f.module and f.gemm for f in accused):
@@ -154,12 +159,20 @@ def loss_section(run: Run, findings: Findings, baseline: Run | None = None) -> s
     chart = loss_chart(run, findings, baseline)
     if chart is None:
         return "<section class='panel'><h2>Loss</h2><p class='muted'>not recorded</p></section>"
-    narrow = replace(chart, width=430, height=220, marks=chart.marks[:6])
-    marked = "<p class='muted'>A line marks where a finding begins.</p>" if chart.marks else ""
-    return (
-        f"<section class='panel'><h2>Loss</h2><div class='wide'>{chart.to_svg()}</div><div class='narrow'>{narrow.to_svg()}</div>"
-        f"{marked}</section>"
-    )
+    sizes = (("wide", MAX_MARKS, chart), ("narrow", MAX_MARKS_NARROW, replace(chart, width=430, height=220)))
+    drawn = [
+        f"<div class='{name}'>{replace(sized, marks=sized.marks[:most]).to_svg()}{_marked(len(sized.marks), most)}</div>"
+        for name, most, sized in sizes
+    ]
+    return f"<section class='panel'><h2>Loss</h2>{''.join(drawn)}</section>"
+
+
+def _marked(num: int, most: int) -> str:
+    """Return what the lines of a chart are, and how many are not drawn."""
+    if not num:
+        return ""
+    few = f" The first {most} of {num} such steps are marked." if num > most else ""
+    return f"<p class='muted'>A line marks where a finding begins.{few}</p>"
 
 
 def _findings(run: Run, findings: Findings) -> str:

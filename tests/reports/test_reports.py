@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,6 +220,16 @@ def test_the_page_says_it_all(sick: tuple[Run, Findings]) -> None:
     labels = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
     assert labels[0] is not None and labels[0].startswith("training loss, steps 0 to 99")
     assert any(label and label.startswith("elements made NaN or Inf, steps 0 to ") for label in labels)
+
+
+def test_what_a_plot_and_a_list_leave_out_is_counted(sick: tuple[Run, Findings]) -> None:
+    run, findings = sick
+    one = findings[0]
+    many = [replace(one, module=f"blocks.{i}", steps=(i, i)) for i in range(14)]
+    text = Page(to_html(run, Findings(many, thresholds=findings.thresholds))).text
+    assert "The first 12 of 14 such steps are marked." in text and "The first 6 of 14 such steps are marked." in text
+    assert "Then the cures of 11 more findings, below." in text
+    assert "such steps are marked" not in Page(to_html(*sick)).text
 
 
 @pytest.mark.parametrize("which", ["sick", "hostile"])

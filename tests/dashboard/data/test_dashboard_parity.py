@@ -42,6 +42,15 @@ def test_two_runs_are_compared_when_one_is_chosen(folder: Path) -> None:
     assert parity.layout(view, run_view) is not None
 
 
+def test_what_the_page_does_not_list_is_counted(folder: Path) -> None:
+    view, run_view = View("parity", "train", {"with": "rollout"}), ServedFolder(folder).open("train")
+    found: Any = parity.settle(view, run_view)
+    told = {"severity": "error", "code": "P101", "message": "differs", "cure": "none", "module": None}
+    lines = words(parity.lines_of({**found, "findings": [told] * 23, "problems": ["a problem"] * 21}))
+    assert "3 findings more" in lines and "1 note more" in lines
+    assert "more: " not in words(parity.lines_of(found))
+
+
 def test_the_report_of_two_dumps_is_shown_with_its_culprit(folder: Path, tmp_path: Path) -> None:
     compared("gpt", "scale x2", 0, tmp_path / "dumps")
     report = compare_paths(tmp_path / "dumps" / "train", tmp_path / "dumps" / "rollout")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fp8debug.errors import UsageError
 from fp8debug.rules.comparison.sites import SiteDifference
 from fp8debug_dashboard.figures import theme
 from fp8debug_dashboard.pages import compare, findings, overview, runs
@@ -18,7 +19,7 @@ from fp8debug_dashboard.web import run_view as opened_module
 from fp8debug_dashboard.web.screens import title_of
 from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
-from fp8debug_dashboard.widgets import table
+from fp8debug_dashboard.widgets import column_definitions, table
 from tests.dashboard import samples
 from tests.dashboard.data.test_dashboard_nonfinite import text
 from tests.dashboard.pages.test_dashboard_browser import go
@@ -121,6 +122,7 @@ def test_no_text_of_a_plot_or_number_of_a_table_is_cut_at_any_width(narrow_page:
     others = "/".join(["sick", *(f"sweep-{i}" for i in range(6))])
     pages = [site + address for address in samples.PAGES.values()]
     pages += [nonfinite + address for address in ("/?run=nan", "/module?run=nan", "/heatmap?run=nan", "/findings?run=nan")]
+    pages.append(f"{nonfinite}/parity?run=sick&with=sweep-0")
     for address in (*pages, f"{nonfinite}/compare?run=nan&with={others}"):
         settle(narrow_page, address)
         for width in (390, 768, 1024, 1280, 1920, 390):  # back again: plots are drawn anew for the room that they have
@@ -337,6 +339,16 @@ def test_every_column_of_numbers_is_sorted_as_numbers() -> None:
             assert column["comparator"] == theme.BY_NUMBER, column["field"]
         if column["field"] == "severity" if "field" in column else False:
             assert column["comparator"] == theme.BY_SEVERITY
+
+
+def test_a_column_has_room_for_its_longest_number_and_one_without_a_width_is_named() -> None:
+    from fp8debug_dashboard.pages import parity, ranks
+
+    for column in column_definitions((*parity.COLUMNS, *overview.COLUMNS, *ranks.COLUMNS)):
+        if column.get("valueFormatter") == theme.GRID_NUMBER:
+            assert column["minWidth"] >= 7 * len("-1.234e-12") + 28
+    with pytest.raises(UsageError, match=r"^column 'cause' of a grid has no width: give it one"):
+        column_definitions([{"field": "cause", "headerName": "Cause"}])
 
 
 def test_a_table_that_stops_says_so() -> None:

@@ -69,6 +69,13 @@ def test_a_module_that_no_finding_names_opens_at_its_worst_or_first_nonfinite_si
     assert queries.first_not_finite_site(run_view.run, "blocks.0.attn.qkv") is None
 
 
+def test_a_menu_of_steps_says_that_it_has_not_all() -> None:
+    few, many = (module.step_choices(list(range(0, 10 * n, 10)), 0, None) for n in (1000, 2500))
+    assert len(few) == 1001 and not any(choice.get("disabled") for choice in few)
+    told = [choice["label"] for choice in many if choice.get("disabled")]
+    assert told == [f"{len(many) - 2:,} of 2,500 steps are listed; the address takes each (step=...)"]
+
+
 @pytest.mark.parametrize("write", [samples.write_sick, samples.write_nan])
 def test_the_tree_leads_to_the_site_that_its_row_names(tmp_path: Path, write: Any) -> None:
     run_view = opened(write(tmp_path / "run"))
