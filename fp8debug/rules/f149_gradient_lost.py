@@ -16,8 +16,8 @@ from fp8debug.types import Gemm, not_observed
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER = (
-    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never"),
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED = (
+    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined"),
 )
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
@@ -25,7 +25,8 @@ _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_g
 _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
-          _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed"}  # fmt: skip
+          _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
+          _JOINED: "gradient-joined"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 _NOT_A_CAST = "; no cast changes it"
@@ -47,6 +48,8 @@ _CURES = {
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
     _MASKED: "if no mask or hook freezes these elements on purpose, check what writes weight.grad after wgrad: shards that are"
     " not gathered, a buffer that is filled in part",
+    _JOINED: "if neither a loss of the weights themselves, gradient noise nor a factor per layer is meant, check what else writes"
+    " weight.grad before the step: a placeholder or shared buffer that is not zeroed and is added to a fused wgrad's main_grad",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
     " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
 }
@@ -68,6 +71,8 @@ class GradientLost(Rule):
         gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
         one use's, and not as their sum), gradient-in-part (zeros where wgrad gave none, as a mask leaves them, which is
         information), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A
+        gradient-joined, information: in a run of one rank, weight.grad has more than wgrad gave, in several modules that share
+        no weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A
         common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
         so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding that is
         tied to a head, noise), nothing is concluded; nor where
@@ -104,6 +109,9 @@ class GradientLost(Rule):
           are of samples of the elements, up to 6 % apart [measured]); square of another use over it; and sampled steps at
           which it is so large. The square of a sum is 1 + s + 2 c sqrt(s) times the use's, at share s and cosine c of the
           two: 1.5 or more unless they oppose each other.
+        - min_joined_gain 1.25: of gradient-joined, with one gradient a step, RMS of weight.grad over that of wgrad's result, in
+          two modules at min_use_steps sampled steps (all in a shorter run), and the largest such ratio of a step over the
+          smallest. Both are of samples of the elements, 3 % apart in RMS [measured]. No published basis.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
         - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839.
@@ -130,6 +138,7 @@ class GradientLost(Rule):
     min_use_steps: int = 3
     min_part_rate: float = 0.05
     max_zero_rate: float = 0.001
+    min_joined_gain: float = 1.25
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -170,6 +179,7 @@ class GradientLost(Rule):
         yield from self._scaled(run, rows, places)
         yield from self._without(run, known, places)
         yield from self._of_one_use(run, known, places)
+        yield from self._joined(run, known, places)
 
     def _far_larger(self, run: Run, kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> set[str]:
         """Return the modules whose weight.grad held far more when a step began than their gradients have: no gradient at all."""
@@ -190,26 +200,10 @@ class GradientLost(Rule):
 
     def _of_one_use(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of shared weights whose gradient is that of one of the modules alone."""
-        groups: dict[str, list[str]] = {}
-        for module in run.modules:
-            if module.get("shared_with"):
-                groups.setdefault(module["shared_with"], [module["shared_with"]]).append(module["fqn"])
+        groups = _shared_weights(run)
         if not groups:
             return
-        query = (
-            "SELECT u.step AS step, u.module AS module, u.sum_grad2 / u.num_sampled AS given2 FROM updates u"
-            " WHERE u.num_sampled > 0 AND u.sum_grad2 > 0 ORDER BY u.step, u.module"
-        )
-        given: dict[int, dict[str, float]] = {}
-        for row in run.sql(query).to_pylist():
-            given.setdefault(row["step"], {})[row["module"]] = row["given2"]
-        query = (
-            "SELECT step, module, max(sum_y2 / numel) AS square FROM raw WHERE actual AND tensor = 'grad_weight'"
-            " AND reference = 'shadow' AND numel > 0 AND num_nan + num_inf = 0 AND num_tensors = 1 GROUP BY step, module"
-        )
-        made: dict[int, dict[str, float]] = {}
-        for row in run.sql(query).to_pylist():
-            made.setdefault(row["step"], {})[row["module"]] = row["square"]
+        given, made = _given(run), _made(run)
         shared = {name for names in groups.values() for name in names}
         for holder, names in groups.items():
             steps = [step for step in given if holder in given[step] and holder not in known]
@@ -220,6 +214,33 @@ class GradientLost(Rule):
                     rows = [{"step": step, "use": name, "others": [other for other in names if other != name]} for step in steps]
                     yield from self._finding(run, _ONE_USE, {holder: rows}, places)
                     break
+
+    def _joined(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of gradients that have more than wgrad gave, by factors that no scaling of all has.
+
+        Squares add where what joins is independent of the gradient; a factor of all gradients is the same in each.
+        """
+        if (run.manifest.get("world_size") or 1) > 1 or len(run.ranks) > 1:
+            return
+        shared = {name for names in _shared_weights(run).values() for name in names}
+        given, made = _given(run), _made(run)
+        shown: dict[str, list[dict[str, Any]]] = {}
+        steps = [step for step in given if made.get(step)]
+        for step in steps:
+            ratios = {
+                name: math.sqrt(square / made[step][name])
+                for name, square in given[step].items()
+                if made[step].get(name) and math.isfinite(square) and name not in shared and name not in known
+            }
+            if len(ratios) < 2 or max(ratios.values()) < self.min_joined_gain * min(ratios.values()):
+                continue
+            for name, ratio in ratios.items():
+                if ratio >= self.min_joined_gain:
+                    shown.setdefault(name, []).append({"step": step, "ratio": ratio})
+        needed = min(self.min_use_steps, len(steps))
+        shown = {name: rows for name, rows in shown.items() if len(rows) >= needed}
+        if len(shown) > 1:
+            yield from self._finding(run, _JOINED, shown, places)
 
     def _counts(self, use: Mapping[str, float], name: str) -> bool:
         """Return whether another use's gradient is large enough to tell whether it is in the sum."""
@@ -336,9 +357,8 @@ class GradientLost(Rule):
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
-        severity = {_ABSENT: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING, _MASKED: Severity.INFO}.get(
-            kind, Severity.ERROR
-        )
+        severity = {_ABSENT: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING, _MASKED: Severity.INFO,
+                    _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
         others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]
@@ -361,6 +381,12 @@ class GradientLost(Rule):
             lost = 1 - row["num_grad"] / row["num_sampled"]
             text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none, for the weight"
             return lost, self.min_part_rate, text
+        if kind == _JOINED:
+            text = (
+                f"gets a gradient {row['ratio']:.3g} times as large (RMS) as wgrad gave, and others by another factor, for"
+                " the weight"
+            )
+            return row["ratio"], self.min_joined_gain, text
         if kind == _SCALED:
             gain = row["given_passes"] / row["passes2"]
             return gain, self.min_gain, f"gets {gain:.3g} times the sum of the microbatches' gradients for the weight"
@@ -393,6 +419,39 @@ class GradientLost(Rule):
         """Yield to a sum that is already wrong between microbatches."""
         wrong = {part.module for f in others if f.code == "F134" for part in f.sites}
         return any(part.module not in wrong for part in finding.sites)
+
+
+def _shared_weights(run: Run) -> dict[str, list[str]]:
+    """Return the modules that share a weight, by the one that holds it."""
+    groups: dict[str, list[str]] = {}
+    for module in run.modules:
+        if module.get("shared_with"):
+            groups.setdefault(module["shared_with"], [module["shared_with"]]).append(module["fqn"])
+    return groups
+
+
+def _given(run: Run) -> dict[int, dict[str, float]]:
+    """Return by step and module the mean square of the gradients that optimizers got."""
+    query = (
+        "SELECT u.step AS step, u.module AS module, u.sum_grad2 / u.num_sampled AS given2 FROM updates u"
+        " WHERE u.num_sampled > 0 AND u.sum_grad2 > 0 ORDER BY u.step, u.module"
+    )
+    given: dict[int, dict[str, float]] = {}
+    for row in run.sql(query).to_pylist():
+        given.setdefault(row["step"], {})[row["module"]] = row["given2"]
+    return given
+
+
+def _made(run: Run) -> dict[int, dict[str, float]]:
+    """Return by step and module the mean square of the gradient that wgrad gave, of modules with a single one."""
+    query = (
+        "SELECT step, module, max(sum_y2 / numel) AS square FROM raw WHERE actual AND tensor = 'grad_weight'"
+        " AND reference = 'shadow' AND numel > 0 AND num_nan + num_inf = 0 AND num_tensors = 1 GROUP BY step, module"
+    )
+    made: dict[int, dict[str, float]] = {}
+    for row in run.sql(query).to_pylist():
+        made.setdefault(row["step"], {})[row["module"]] = row["square"]
+    return made
 
 
 def _to_the_end(rows: Sequence[dict[str, Any]], holds: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:

@@ -405,3 +405,32 @@ def test_weights_that_begin_as_fp8_values_are_told(tmp_path: Path) -> None:
 
 def test_an_identity_lies_on_every_grid(tmp_path: Path) -> None:
     assert list(triage(build(tmp_path / "run", overrides=on_the_grid((0, 1), amin=1.0, amax=1.0)))) == []
+
+
+@pytest.mark.parametrize(
+    ("factors", "names"),
+    [
+        ({0: 1.5, 1: 2.0}, 2),
+        ({number: 2.0 for number in range(len(MODULES))}, 0),  # a scaling of all
+        ({0: 2.0}, 0),  # a weight that is tied to what is no Linear
+        ({number: 0.1 * (number + 1) for number in range(4)}, 0),  # clipped layer by layer
+    ],
+)
+def test_gradients_that_have_more_than_wgrad_gave_are_told(tmp_path: Path, factors: dict[int, float], names: int) -> None:
+    query = (
+        "SELECT module, max(sum_y2 / numel) AS square FROM raw WHERE actual AND tensor = 'grad_weight' AND reference = 'shadow'"
+        " GROUP BY module"
+    )
+    made = {row["module"]: row["square"] for row in build(tmp_path / "plain").sql(query).to_pylist()}
+    factor = {name: factors.get(number, 1.0) for number, (name, *_) in enumerate(MODULES)}
+
+    def updates(step: int, name: str) -> dict[str, float]:
+        return {"sum_grad2": 8192 * made.get(name, 0.0) * factor[name] ** 2}
+
+    same = Override(tensor="grad_weight", reference="shadow", slots={"sum_y2": lambda row: made[row["module"]] * row["numel"]})
+    found = triage(build(tmp_path / "run", updates=updates, overrides=[same]))
+    assert [(f.code, f.name, f.severity, 1 + len(f.also)) for f in found] == (
+        [("F149", "gradient-joined", Severity.INFO, names)] if names else []
+    )
+    parallel = triage(build(tmp_path / "parallel", updates=updates, overrides=[same], world_size=2))
+    assert [f.name for f in parallel] == [], "other ranks add to weight.grad"
