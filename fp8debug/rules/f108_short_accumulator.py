@@ -54,6 +54,7 @@ class ShortAccumulator(Rule):
           itself is 10 dB below what uniform operands lose at K = 1024 (34 dB).
         - once_sqnr_db 10: SQNR below which a result-differs counts at a single sampled step; metrics/rows.py calls a row
           below it one without signal. Seen in sglang #39193, DeepGEMM #365.
+        - min_lost_gain 0.001: share of its size that a result has to lose for the message to say so. No published basis.
         - The rest says which cause a result-differs names. min_factor_cosine 0.999: cosine from which on one factor is wrong;
           min_scaled_cosine 0.9: from which on scales are, and not the data; numerics.md, 4 (warn below 0.999), no published
           basis for 0.9.
@@ -76,6 +77,7 @@ class ShortAccumulator(Rule):
     min_steps: int = 2
     margin_db: float = 3.0
     once_sqnr_db: float = 10.0
+    min_lost_gain: float = 0.001
     min_factor_cosine: float = 0.999
     min_scaled_cosine: float = 0.9
     max_projection_error: float = 0.003
@@ -123,7 +125,7 @@ class ShortAccumulator(Rule):
         sqnr, gain = float(row["sqnr_db"]), row["gain"]
         severity = Severity.ERROR if sqnr < self.max_sqnr_db else Severity.WARNING
         over = f" over {length} terms" if length else ""
-        lost = f", {percent(1 - gain)} of its size lost" if gain is not None and gain < 0.999 else ""
+        lost = f", {percent(1 - gain)} of its size lost" if gain is not None and 1 - gain > self.min_lost_gain else ""
         message = (
             f"the {trace.gemm} {trace.tensor} is {sqnr:.1f} dB from the exact product of its own FP8 operands{lost}: its sums"
             f"{over} keep too few bits (rounding to BF16 leaves 55 dB)"

@@ -56,8 +56,8 @@ class Fp8NotOn(Rule):
           A format of less than 8 bits has its own: halfway between its closed-form SQNR (E2M1 in 1x16: 20.4 dB) and E4M3's.
         - min_low_bit_sqnr_db 22: the lowest that this limit may be: E2M1 rounded at random in its coarsest blocks has 13 dB,
           halfway to E4M3 (computed).
-        - min_bulk_sqnr_db 40: energy of the elements below the ninth decile over the whole error. FP8 cannot exceed
-          31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
+        - min_bulk_sqnr_db 40, bulk_share 0.9: energy of that share of the elements, the smallest, over the whole error. FP8 cannot
+          exceed 31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
           histogram; without one the rule asks for max_crest.
         - max_crest 8: amax / rms, without a histogram. No published basis: 4.5 for a Gaussian of 1e5 elements.
         - max_underflow_rate 0.01: share of nonzero elements that underflow; BF16 has FP32's range and flushes nothing.
@@ -81,6 +81,7 @@ class Fp8NotOn(Rule):
     min_sqnr_db: float = 45.0
     min_low_bit_sqnr_db: float = 22.0
     min_bulk_sqnr_db: float = 40.0
+    bulk_share: float = 0.9
     max_crest: float = 8.0
     max_underflow_rate: float = 0.01
     min_binades: int = 8
@@ -198,13 +199,14 @@ class Fp8NotOn(Rule):
         if abs(row["sum_x2"] / _energy_of_exponents(histogram) - 1) < self.min_mantissa2 - 1:
             return False  # powers of two
         return bool(
-            row["sum_err2"] <= bulk_energy(histogram) * 10 ** ((self.min_sqnr_db - self.min_bulk_sqnr_db - limit_db) / 10)
+            row["sum_err2"]
+            <= bulk_energy(histogram, self.bulk_share) * 10 ** ((self.min_sqnr_db - self.min_bulk_sqnr_db - limit_db) / 10)
         )
 
 
-def bulk_energy(histogram: Sequence[int]) -> float:
-    """Return the sum of x^2 over the smaller nine tenths of the elements, from their exponents (within 3 dB)."""
-    left = 0.9 * sum(histogram)
+def bulk_energy(histogram: Sequence[int], share: float) -> float:
+    """Return the sum of x^2 over a share of the elements, the smallest, from their exponents (within 3 dB)."""
+    left = share * sum(histogram)
     energy = 0.0
     for place, count in enumerate(histogram):
         energy += min(count, left) * 2.0 * 4.0 ** (FIRST_LOG2 + place)

@@ -65,6 +65,8 @@ class StaleWeight(OffWeightRule):
           fault, not the values. No published basis.
         - min_own_cosine 0.9: cosine from which on values are the weight's, under wrong scales at a start (F119): a factor of up
           to 2 for each block leaves 0.95.
+        - min_judged_rows 0.8: share of sampled rows that are either lost or right, where a part of the weight is another's; the
+          others lie between 10 and 24 dB, as those of a stale weight do. No published basis.
         - Seen in TransformerEngine #1047, marin #7659.
     """
 

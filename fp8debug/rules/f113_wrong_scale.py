@@ -90,7 +90,8 @@ class WrongScale(Rule):
           nothing but zeros is 1, under which weights of 0.001 round to 2^-9, the double [measured at step 1 of a healthy run].
         - min_headroom 1.25: amax over what the one scale holds, under current scaling, where it is 1 by construction and at most
           1.143 with a scale rounded down.
-        - min_mixed_rows 0.03: of a weight with several scales, the share of rows that clip, and that are right; as in F121.
+        - min_mixed_rows 0.03, min_judged_rows 0.8: of a weight with several scales, the share of rows that clip, and that are
+          right, and of both together; as in F121.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
         - min_exact_headroom 1.07, min_clipped 8, max_clipped_rate 0.001: the same where the one scale is no power of two, so
           that nothing was rounded down: from so many clipped elements on it was made from a smaller amax, of a part of the
@@ -125,6 +126,7 @@ class WrongScale(Rule):
     max_subnormal_rate: float = 0.5
     min_headroom: float = 1.25
     min_mixed_rows: float = 0.03
+    min_judged_rows: float = 0.8
     min_elements: int = 256
     max_unit_gain: float = MAX_UNIT_GAIN
     min_exact_headroom: float = 1.07
@@ -303,7 +305,7 @@ class WrongScale(Rule):
 
     def _is_scale(self, row: dict[str, Any]) -> bool:
         """Return whether the scales are at fault: one for all blocks, or some that are too small for their rows."""
-        return bool(row["has_one_scale"]) or has_small_scales(row, self.min_headroom, self.min_mixed_rows)
+        return bool(row["has_one_scale"]) or has_small_scales(row, self.min_headroom, self.min_mixed_rows, self.min_judged_rows)
 
 
 def _share(trace: Trace) -> float:

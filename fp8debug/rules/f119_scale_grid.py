@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 
-#: SQL: blocks of 16 or 32 elements.
+#: The longest side of a fine block, in elements: those of MXFP8, and NVFP4's.
+_FINE = 32
+#: SQL: blocks of 16 or 32 elements; a side of None is the tensor's own.
 _IS_FINE = (
-    "(" + " OR ".join(f"cast_name LIKE '% {n} %'" for n, (r, c) in GRANULARITIES.items() if max(r or 64, c or 64) <= 32) + ")"
+    "("
+    + " OR ".join(f"cast_name LIKE '% {n} %'" for n, sides in GRANULARITIES.items() if all(s and s <= _FINE for s in sides))
+    + ")"
 )
 #: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
 _HIGHEST_FLOOR_DB = 24.61

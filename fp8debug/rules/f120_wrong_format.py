@@ -24,9 +24,14 @@ if TYPE_CHECKING:
 _IS_E5M2 = "cast_name LIKE 'e5m2%' AND tensor IN ('input', 'weight')"  # AMD's kind too
 #: Rules that blame an operand's scales.
 _OF_SCALES = ("F104", "F113", "F119")
+#: How much larger the maximum of a format is that holds another: the least ratio is 448 / 240, 1.87, and E4M3's kinds are one.
+_WIDER_BY = 1.25
 #: By a format of 8 bits and a wider one: the ratio of their largest values.
 _WIDER = {
-    (fmt.name, other.name): other.max / fmt.max for fmt in DATA_FORMATS for other in DATA_FORMATS if other.max > 1.25 * fmt.max
+    (fmt.name, other.name): other.max / fmt.max
+    for fmt in DATA_FORMATS
+    for other in DATA_FORMATS
+    if other.max > _WIDER_BY * fmt.max
 }
 _GRADIENTS = look(
     [Keys("cast_name LIKE 'e5m2%' AND tensor = 'grad_output'", gate="cast_name LIKE 'e5m2%'")],
@@ -89,7 +94,7 @@ class WrongFormat(Rule):
           binade. The two kinds of E4M3 read as E5M2 differ by 4.
         - max_growth 16: of a delayed or static scale, the largest value over what the other format holds, or its inverse. No
           published basis: an amax that lags by 16 is F101's or F102's.
-        - max_share 0.34: of the modules, those whose gradients differ from the others', of three modules or more. No published
+        - max_share 0.34, min_modules 3: of so many modules or more, those whose gradients differ from the others'. No published
           basis.
         - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
         - warmup 8: first steps of a run, whose gradients alone do not tell what range a training needs. As in F101.
@@ -115,6 +120,7 @@ class WrongFormat(Rule):
     max_sums_ratio: float = LIMITS.sums_ratio
     max_growth: float = LIMITS.growth
     max_share: float = 0.34
+    min_modules: int = 3
     min_e4m3_db: float = 30.0
     warmup: int = 8
 
@@ -199,7 +205,7 @@ class WrongFormat(Rule):
             num = sum(map(len, by_format.values()))
             usual = max(by_format, key=lambda name: len(by_format[name]))
             for name, modules in by_format.items():
-                if name != usual and num >= 3 and len(modules) <= self.max_share * num:
+                if name != usual and num >= self.min_modules and len(modules) <= self.max_share * num:
                     odd |= {(gemm, module): (usual, len(by_format[usual])) for module in modules - _named(run)}
         if odd:
             names = ", ".join("'" + module.replace("'", "''") + "'" for module in sorted({module for _, module in odd}))

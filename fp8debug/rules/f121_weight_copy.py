@@ -46,10 +46,10 @@ class WeightCopyDiffers(OffWeightRule):
     Thresholds
         - max_sqnr_db 27, max_cosine 0.999: as for F112; numerics.md, 4.
         - min_mixed_rows 0.03: share of sampled rows that are lost (below 10 dB), and share that is right (above 24 dB), which
-          together are 80 % at least. No published basis: a stale weight drifts in all rows alike.
+          together are min_judged_rows 0.8 at least. No published basis: a stale weight drifts in all rows alike.
         - max_foreign_sqnr_db 15: at the first step of a run or resumed part. No published basis.
-        - max_unrelated 0.3: cosine below which values of the weight's size (norm ratio 0.5 to 1.5) are another tensor's or lie
-          in other places, as the message says; of independent ones it is about 1 / sqrt(numel).
+        - max_unrelated 0.3, max_size_error 0.5: cosine below which values of the weight's size are another tensor's or lie in
+          other places, and distance of the norm ratio from 1, as the message says; independent ones have 1 / sqrt(numel).
         - delayed_sqnr_db 23.5, delayed_cosine 0.998, min_coefficient 0.9, max_block_growth 4, max_noise_db 20,
           max_noise_share 0.25, max_noise_range_db 2, max_e5m2_error_db 0.6, max_e5m2_headroom 1.002,
           max_flushed_rate 0.05, min_own_cosine 0.9: what parts a weight that is
@@ -66,6 +66,7 @@ class WeightCopyDiffers(OffWeightRule):
     min_mixed_rows: float = LIMITS.min_mixed_rows
     max_foreign_sqnr_db: float = LIMITS.max_foreign_sqnr_db
     max_unrelated: float = LIMITS.max_unrelated
+    max_size_error: float = LIMITS.max_size_error
     max_rank_ratio: float = 2.0
 
     def looks(self) -> Iterable[Look]:

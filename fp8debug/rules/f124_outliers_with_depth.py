@@ -18,6 +18,8 @@ from fp8debug.rules.reading.traces import RUNNING, times
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
+#: Bound and spread are sums of the same logarithms in another order.
+_ROUNDING = 1e-6
 _INPUTS = f"{RUNNING} AND gemm = 'fprop' AND tensor = 'input' AND log2_hist IS NOT NULL"
 
 
@@ -98,7 +100,7 @@ class OutliersWithDepth(Rule):
         seen: Counter[str] = Counter()
         for table in batches(run, query, first=max(0, num_steps - num_last)) if running else ():
             bound, steps = bound_log2(table)
-            if not bound < self.min_spread_log2 - 1e-6:
+            if not bound < self.min_spread_log2 - _ROUNDING:
                 return True
             seen += steps
         return any(seen[fqn] < min(num_last, num_steps) for fqn in running)

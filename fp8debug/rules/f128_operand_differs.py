@@ -110,7 +110,26 @@ class OperandDiffers(Rule):
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
         - max_unrelated 0.1: cosine of data and tensor below which no positive scale explains values beyond it, as the message
           says: values that all clip keep E|x| over the RMS, 0.8 of Gaussian data and 0.3 where a tenth of the elements has
-          all of the energy (closed form).
+          all of the energy (closed form). The same of a tensor of another size, beyond max_foreign_ratio.
+        - What follows chooses among the causes in the message, and decides no finding.
+        - min_zero_rate 0.9995: share of nonzero elements that are zero, from which on all are (as percentages are written).
+        - max_inverse_headroom 0.125: 2^-3, share of the range below which the scale is another's. A scale of the data's own
+          uses half of the range or more; two binades are left for a margin. No published basis.
+        - min_clipped_rate 0.01, min_scale_headroom 1.25: share of clipped elements, and amax over what the scale holds, from
+          which on the scale is at fault. numerics.md, 4 (act beyond 1 % under delayed scaling); as in F113.
+        - min_flushed_rate 0.01, min_flushed_share 0.5, max_flushed_share 3: share of zeros, and the squared error over it, where
+          they are elements like the others: 1 in closed form for zeros in random places, while what underflows is far
+          smaller than the rest. No published basis for the width.
+        - max_headroom_error 0.001: distance of headroom from 1 at which a tensor fills its format: 1e-6 under FP32 scales.
+        - min_cut_gain 0.03, min_cut_share 0.0009765625, max_cut_share 0.9: gain that a conversion which stops short takes, or one
+          towards zero (0.965 in E4M3), and the code at which it stops, over the largest. No published basis.
+        - max_foreign_ratio 16: norm over the tensor's, or its inverse, of another tensor; as max_resized of F119.
+        - max_placed_cosine 0.3, max_placed_ratio 2: cosine and norm ratio of values in wrong places or of another tensor of
+          this size. The cosine of two independent tensors of 256 elements is below 0.19 at three deviations (3 / sqrt(n)).
+        - min_cosine 0.9, max_size_error 0.05, max_noise_gain_error 0.06: cosine from which on values are the tensor's with
+          noise, and how far norm ratio and gain are then from 1: random signs of a share s leave 1 - 2 s at the same
+          norm; equal values round by up to 1/17 in E4M3.
+        - min_factor_cosine 0.999: cosine that rounding leaves, numerics.md, 4 (warn below 0.999).
         - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
     """
 
@@ -135,6 +154,24 @@ class OperandDiffers(Rule):
     max_unmeasured_headroom: float = 8.0
     max_amax_floor: float = 1e-12
     max_unrelated: float = 0.1
+    min_zero_rate: float = 0.9995
+    max_inverse_headroom: float = 2.0**-3
+    min_clipped_rate: float = 0.01
+    min_scale_headroom: float = 1.25
+    min_flushed_rate: float = 0.01
+    min_flushed_share: float = 0.5
+    max_flushed_share: float = 3.0
+    max_headroom_error: float = 0.001
+    min_cosine: float = 0.9
+    min_cut_gain: float = 0.03
+    min_cut_share: float = 2.0**-10
+    max_cut_share: float = 0.9
+    max_foreign_ratio: float = 16.0
+    max_placed_cosine: float = 0.3
+    max_placed_ratio: float = 2.0
+    max_size_error: float = 0.05
+    min_factor_cosine: float = 0.999
+    max_noise_gain_error: float = 0.06
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -288,7 +325,7 @@ class OperandDiffers(Rule):
         message = (
             f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']}"
             f" ({len(trace.rows)} of {since} sampled steps), where {bound}:"
-            f" {candidates(row, self.max_unrelated, _flushing_headroom(trace), largest)}"
+            f" {candidates(row, self, _flushing_headroom(trace), largest)}"
         )
         return trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
 
@@ -309,13 +346,13 @@ def _flushing_headroom(trace: Trace) -> float:
     return _FLUSHING[trace.cast.format] if trace.cast is not None else 0.0
 
 
-def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float, max_unrelated: float) -> str | None:
+def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float, limits: OperandDiffers) -> str | None:
     """Return what values beyond the scale say, by the direction of the data; None where there are none."""
-    if over <= 0.01 and headroom <= 1.25:
+    if over <= limits.min_clipped_rate and headroom <= limits.min_scale_headroom:
         return None
     beyond = f"values lie {times(headroom)} times beyond what the scale holds"
     cosine = row["cosine"] or 0.0
-    if headroom > 1.25 and cosine < max_unrelated:
+    if headroom > limits.min_scale_headroom and cosine < limits.max_unrelated:
         return (
             f"{beyond}, and the data have another direction than the tensor, which no scale gives them (cosine {cosine:.2g}):"
             " data and scale are another tensor's (a buffer that was overwritten, a wrong pointer)"
@@ -323,12 +360,12 @@ def _beyond_its_scale(row: dict[str, Any], over: float, headroom: float, max_unr
     return f"{beyond}, so that the scale is not the one of the data"
 
 
-def candidates(row: dict[str, Any], max_unrelated: float, flushing_headroom: float = 0.0, largest: float = 0.0) -> str:
+def candidates(row: dict[str, Any], limits: OperandDiffers, flushing_headroom: float = 0.0, largest: float = 0.0) -> str:
     """Return the causes that the statistics of an operand leave, with the numbers that speak for them.
 
     Args:
         row: of ``sites``.
-        max_unrelated: cosine below which no positive scale explains values beyond it.
+        limits: the rule, with its thresholds.
         flushing_headroom: headroom below which its cast leaves no value.
         largest: largest value of its format; 0 where that is not known.
     """
@@ -339,46 +376,49 @@ def candidates(row: dict[str, Any], max_unrelated: float, flushing_headroom: flo
             f"{row['num_eps_blocks']} of {row['num_blocks']} blocks have an amax below the amax eps, which sets their scale:"
             " lower the eps"
         )
-    if flushed >= 0.9995 and 0 < headroom < flushing_headroom:
+    if flushed >= limits.min_zero_rate and 0 < headroom < flushing_headroom:
         return (
             f"every element is zero, as under scales made for an amax {times(1 / headroom)} times its own: the scale was never"
             " set or updated, or an amax floor lies far above the tensor"
         )
-    if flushed >= 0.9995:
+    if flushed >= limits.min_zero_rate:
         return "every element is zero, so that the cast returned zeros or its output was never written"
-    if headroom < 2.0**-3:
+    if headroom < limits.max_inverse_headroom:
         return (
             f"its values use {percent(headroom)} of the format's range, so that the scale is not the one of the data (an"
             " inverse, a static or a stale scale, or an amax floor far above the tensor)"
         )
-    if (other := _of_another(row)) is not None:
+    if (other := _of_another(row, limits)) is not None:
         return other
-    if (beyond := _beyond_its_scale(row, over, headroom, max_unrelated)) is not None:
+    if (beyond := _beyond_its_scale(row, over, headroom, limits)) is not None:
         return beyond
-    if flushed > 0.01 and 0.5 * flushed < (row["nmse"] or 0.0) < 3 * flushed:
+    lost = (row["nmse"] or 0.0) / flushed if flushed > limits.min_flushed_rate else 0.0
+    if limits.min_flushed_share < lost < limits.max_flushed_share:
         return (
             f"{percent(flushed)} of the nonzero elements are zero, large ones among them: rows or blocks were never written, or"
             " were masked"
         )
-    limit = _limit_of_codes(row, largest) if abs(headroom - 1) < 1e-3 and flushed <= 0.01 else None
+    is_full = abs(headroom - 1) < limits.max_headroom_error
+    limit = _limit_of_codes(row, largest, limits) if is_full and flushed <= limits.min_flushed_rate else None
     if limit is not None:
         return (
             f"no value grew, and its largest is off by as much as a conversion that stops at {limit:.3g} in place of"
             f" {largest:.6g} leaves: it saturates too early, as for another format"
         )
-    if row["gain"] is not None and abs(headroom - 1) < 1e-3 and (row["cosine"] or 0.0) >= 0.9 and abs(row["gain"] - 1) > 0.03:
+    is_along = row["gain"] is not None and (row["cosine"] or 0.0) >= limits.min_cosine
+    if is_full and is_along and abs(row["gain"] - 1) > limits.min_cut_gain:
         return (
             f"its largest value is the format's largest under its own scale, and gain {row['gain']:.3g} at cosine"
             f" {row['cosine']:.3f}: the conversion to codes changes values (it saturates too early, rounds away or towards zero,"
             " treats some exponents otherwise), or blocks have scales of others that are no smaller"
         )
-    return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
+    return _by_direction(row["cosine"], row["gain"], row["norm_ratio"], limits)
 
 
-def _of_another(row: dict[str, Any]) -> str | None:
+def _of_another(row: dict[str, Any], limits: OperandDiffers) -> str | None:
     """Return the causes where values are those of another tensor, in all calls that a row holds or in some; else None."""
     numbers = f"cosine {row['cosine'] or 0.0:.3f}, norm ratio {row['norm_ratio'] or 0.0:.3g}"
-    if _is_foreign(row):
+    if _is_foreign(row, limits):
         return (
             f"{numbers}: neither the direction nor the size of the tensor: data and scale of another tensor (a buffer that"
             " something else wrote to, an older version)"
@@ -389,22 +429,28 @@ def _of_another(row: dict[str, Any]) -> str | None:
             " them were read as another tensor or an older one (that of the call before, a buffer that was read too early); wrong"
             " signs or places in a part of each leave the same numbers"
         )
-    return _by_direction(row["cosine"], row["gain"], row["norm_ratio"]) if _are_unrelated(row) else None
+    if not _are_placed(row["cosine"], row["norm_ratio"], limits):
+        return None
+    return _by_direction(row["cosine"], row["gain"], row["norm_ratio"], limits)
 
 
-def _is_foreign(row: dict[str, Any]) -> bool:
+def _is_foreign(row: dict[str, Any], limits: OperandDiffers) -> bool:
     """Return whether the values have neither the size of the tensor's nor a direction in common with them."""
     cosine, norm_ratio = row["cosine"], row["norm_ratio"]
-    return norm_ratio is not None and not 1 / 16 < norm_ratio < 16 and abs(cosine or 0.0) < 0.1
+    if norm_ratio is None or 1 / limits.max_foreign_ratio < norm_ratio < limits.max_foreign_ratio:
+        return False
+    return abs(cosine or 0.0) < limits.max_unrelated
 
 
-def _are_unrelated(row: dict[str, Any]) -> bool:
+def _are_placed(cosine: float | None, norm_ratio: float | None, limits: OperandDiffers) -> bool:
     """Return whether the values have the size of the tensor's and no direction in common with them."""
-    cosine, norm_ratio = row["cosine"], row["norm_ratio"]
-    return cosine is not None and norm_ratio is not None and abs(cosine) < 0.3 and 0.5 < norm_ratio < 2
+    if cosine is None or norm_ratio is None:
+        return False
+    has_size = 1 / limits.max_placed_ratio < norm_ratio < limits.max_placed_ratio
+    return has_size and abs(cosine) < limits.max_placed_cosine
 
 
-def _limit_of_codes(row: dict[str, Any], largest: float) -> float | None:
+def _limit_of_codes(row: dict[str, Any], largest: float, limits: OperandDiffers) -> float | None:
     """Return the code at which a conversion stops short of the format's largest; None where it does not.
 
     Under one scale that its amax fills, values that are cut off at L have sum_xy >= sum_y2, as no element grows, and the largest
@@ -414,22 +460,24 @@ def _limit_of_codes(row: dict[str, Any], largest: float) -> float | None:
     if gain is None or norm_ratio is None or row["max_abs_err"] is None or not scale or scale != row["scale_inv_min"]:
         return None
     limit = largest - float(row["max_abs_err"]) / float(scale)
-    return limit if gain >= norm_ratio**2 and gain < 0.97 and largest / 1024 < limit < 0.9 * largest else None
+    is_cut = gain >= norm_ratio**2 and 1 - gain > limits.min_cut_gain
+    return limit if is_cut and limits.min_cut_share < limit / largest < limits.max_cut_share else None
 
 
-def _by_direction(cosine: float | None, gain: float | None, norm_ratio: float | None) -> str:
+def _by_direction(cosine: float | None, gain: float | None, norm_ratio: float | None, limits: OperandDiffers) -> str:
     """Return the causes that direction and size of what was read leave, where range and zeros say nothing."""
     if cosine is None or gain is None or norm_ratio is None:
         return "the cause is unknown"
-    if cosine >= 0.999:
+    if cosine >= limits.min_factor_cosine:
         return f"it is {gain:.3g} times its tensor at cosine {cosine:.5f}, so that one factor is missing or applied twice"
     numbers = f"cosine {cosine:.3f}, gain {gain:.3g}, norm ratio {norm_ratio:.3g}"
-    if (cosine < 0.9 and abs(norm_ratio - 1) < 0.05) or (abs(cosine) < 0.3 and 0.5 < norm_ratio < 2):
+    has_size = cosine < limits.min_cosine and abs(norm_ratio - 1) < limits.max_size_error
+    if has_size or _are_placed(cosine, norm_ratio, limits):
         return (
             f"{numbers}: the values have the right size, but wrong signs or places (sign bit, data that are permuted,"
             " transposed or in another order, another tensor, an older version)"
         )
-    if cosine >= 0.9 and abs(gain - 1) < 0.06:
+    if cosine >= limits.min_cosine and abs(gain - 1) < limits.max_noise_gain_error:
         return (
             f"{numbers}: the right values with noise (another format's rounding, a race, random rounding), block factors near 1,"
             " or another version of the tensor"

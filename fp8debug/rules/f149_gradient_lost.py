@@ -29,6 +29,8 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _JOINED: "gradient-joined"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
+#: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
+_SAME = 1e-6
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
@@ -263,7 +265,7 @@ class GradientLost(Rule):
         for kind, square, product in _PARTS:
             if row[square] and row[product] > 0 and _nmse(row["given2"], row[square], row[product]) < self.max_part_nmse:
                 return kind
-        if not math.isclose(row["sum_since2"] or 0.0, row["passes2"], rel_tol=1e-6):
+        if not math.isclose(row["sum_since2"] or 0.0, row["passes2"], rel_tol=_SAME):
             return None
         factors = self._factors(row)
         return _UNEQUAL if factors is not None and abs(factors[0] / factors[1] - 1) > self.min_gain - 1 else None
@@ -274,7 +276,7 @@ class GradientLost(Rule):
         Of two passes, first . last follows from the square of their sum. None where it is no such sum, or there are more passes.
         """
         x2, y2, xg, yg = (row[name] for name in ("sum_first2", "sum_last2", "sum_given_first", "sum_given_last"))
-        if abs(xg + yg - row["given_passes"]) > 1e-6 * math.sqrt(row["given2"] * row["passes2"]):
+        if abs(xg + yg - row["given_passes"]) > _SAME * math.sqrt(row["given2"] * row["passes2"]):
             return None
         xy = (row["passes2"] - x2 - y2) / 2
         det = x2 * y2 - xy * xy

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 #: to the largest rise that came back. No published basis: a new data mix moves a loss by some percent, a learning rate
 #: that comes in cycles moves it every time.
 LEVEL, MIN_RISE, MIN_NOISE, MIN_RATIO = 10, 0.15, 8.0, 1.5
+#: Standard deviations of the noise above the lowest level to which a rise is followed back: one Gaussian step in 740 is beyond.
+IN_NOISE = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | No
     if len(levels) - above < LEVEL:
         return None
     start = next(place for place in range(above, len(losses)) if losses[place] > levels[best] + least)
-    while start > best and losses[start - 1] > levels[best] + 3 * noise:
+    while start > best and losses[start - 1] > levels[best] + IN_NOISE * noise:
         start -= 1
     if levels[-1] - levels[best] < MIN_RATIO * _largest_rise(levels[: max(best + 1, start - LEVEL)]):
         return None

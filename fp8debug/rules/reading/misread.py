@@ -34,6 +34,8 @@ COLUMNS = (
 )
 #: Values per binade of a histogram for which a misreading is computed.
 _POINTS = 16
+#: Relative difference of equal scales: FP32's rounding is 6e-8.
+_SAME = 1e-6
 
 
 class PairLimits(NamedTuple):
@@ -109,7 +111,7 @@ def _as_read(x: float, made: Format, read: Format) -> float:
 
 
 def _fits(row: Mapping[str, Any], cast: Cast, made: Format, read: Format, limits: PairLimits) -> bool:
-    has_one_scale = row["scale_inv_max"] <= row["scale_inv_min"] * (1 + 1e-6)
+    has_one_scale = row["scale_inv_max"] <= row["scale_inv_min"] * (1 + _SAME)
     return (
         _has_place(row, cast, made, read, limits, has_one_scale=has_one_scale)
         and _has_ends(row, made, read, limits)

@@ -23,6 +23,9 @@ ROUNDING = 0.0005, 0.004
 MIN_EXCESS = 2.0
 #: Below it two weights are the same but for BF16's rounding (55.6 dB).
 SAME = 1e-5
+#: Factors of two weights that one fault scales alike are as near to each other; what FP8's rounding changes of a weight's gain
+#: (numerics.md, 4: act beyond 5 %, warn beyond 1 %).
+SAME_GAIN, ROUNDED_GAIN = 0.1, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,9 @@ def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float
     same = [other for other in others if _part(modules[other]) == part]
     if part == "weight" and _is_scale(modules[name], part):
         same = [
-            other for other in same if abs((modules[other]["weight_gain"] or 0) / (modules[name]["weight_gain"] or 1) - 1) < 0.1
+            other
+            for other in same
+            if abs((modules[other]["weight_gain"] or 0) / (modules[name]["weight_gain"] or 1) - 1) < SAME_GAIN
         ]
     elif part == "weight":  # weights that move little are stale too where nothing was synchronized
         same = [other for other in known if other != name and own[other] > SAME]
@@ -142,7 +147,7 @@ def _explained(name: str, place: int, m: Mapping[str, float | None]) -> Parting:
         if is_scale:
             why = f"its weight is {gain:.4g} times training's in inference"
             cure = "a scale is applied twice, left out or inverted: compare this weight's scale in both paths"
-        elif ROUNDING[0] / 2 <= value <= ROUNDING[1] and gain is not None and abs(gain - 1) < 0.01:
+        elif ROUNDING[0] / 2 <= value <= ROUNDING[1] and gain is not None and abs(gain - 1) < ROUNDED_GAIN:
             why = f"its weight differs from training's by {value:.2g} of its square, as much as rounding it to FP8 makes"
             cure = "serve this module in the precision that training has for it, or train it in that of inference"
         else:

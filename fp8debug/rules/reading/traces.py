@@ -21,6 +21,14 @@ from fp8debug.types import OPERANDS, Gemm
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
+#: Cosine that rounding leaves of values that are right but for one factor; numerics.md, 4 (warn below 0.999).
+_MIN_COSINE = 0.999
+#: The same of codes whose scales are applied outside the GEMM: factors of rows part the directions, to 0.58 in a gradient whose
+#: rows differ a hundredfold [measured]; and of codes far from their tensor in size, which chance does not give them.
+_MIN_OUTSIDE_COSINE, _MIN_FAR_COSINE, _FAR_GAIN = 0.5, 0.1, 16.0
+#: Of rows that join several tensors: distance of norm ratio from 1, and of a cosine from a share in units of its own; tensors.
+_MAX_DISTANCE, _MAX_JOINED = 0.1, 8
+
 
 def has_fp8(run: Run) -> bool:
     """Return whether any operand ran in FP8; nearly always one did at the first sampled step."""
@@ -154,12 +162,12 @@ def scaled_elsewhere(found: Iterable[Trace], tolerance: float = 0.15) -> Callabl
         gain, cosine = row["gain"], row["cosine"]
         if not gain or cosine is None or gain < 0:
             return False
-        # Factors of rows part the directions: 0.58 of a gradient whose rows differ a hundredfold [measured].
-        if row["scale_inv_min"] == row["scale_inv_max"] == 1.0 and cosine >= (0.1 if gain > 16 else 0.5) and not 0.5 < gain < 2:
+        least = _MIN_FAR_COSINE if gain > _FAR_GAIN else _MIN_OUTSIDE_COSINE
+        if row["scale_inv_min"] == row["scale_inv_max"] == 1.0 and cosine >= least and not 0.5 < gain < 2:
             return True
         other = next((t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor), None)
         partner = gains.get((trace.module, trace.gemm, row["step"], str(other)))
-        return bool(cosine >= 0.999 and partner and abs(partner * gain - 1) <= tolerance)
+        return bool(cosine >= _MIN_COSINE and partner and abs(partner * gain - 1) <= tolerance)
 
     return holds
 
@@ -172,16 +180,18 @@ def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:
 def num_right(row: dict[str, Any]) -> int | None:
     """Return how many of the tensors that a row joins are right where the others have nothing in common with theirs.
 
-    Of n tensors of one size j right ones and n - j unrelated ones have the cosine j / n together, at their own norm. None for
-    one tensor, for more than eight, whose shares lie too close, and where cosine or norm say something else.
+    Of n tensors of one size j right ones and n - j unrelated ones have the cosine j / n together, at their own norm. Shares j / n
+    lie 1 / n apart, and a tenth of that is allowed: unrelated tensors of e elements have a cosine of 1 / sqrt(e), so that
+    shares of eight are told from 6,400 elements on. None for one tensor, for more than eight, and where cosine or norm say
+    something else.
 
     Args:
         row: with ``cosine``, ``norm_ratio`` and ``num_tensors``, of all microbatches, calls and ranks.
     """
     cosine, norm_ratio, num = row["cosine"], row["norm_ratio"], row.get("num_tensors") or 1
-    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > 0.1 or not 1 < num <= 8:
+    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > _MAX_DISTANCE or not 1 < num <= _MAX_JOINED:
         return None
-    return next((right for right in range(1, num) if abs(cosine - right / num) < 0.1 / num), None)
+    return next((right for right in range(1, num) if abs(cosine - right / num) < _MAX_DISTANCE / num), None)
 
 
 def sampled_steps(run: Run) -> list[int]:

@@ -53,6 +53,8 @@ class WeightLimits:
     max_flushed_rate: float
     min_own_cosine: float
     max_unrelated: float
+    max_size_error: float
+    min_judged_rows: float
 
 
 LIMITS = WeightLimits(
@@ -77,6 +79,8 @@ LIMITS = WeightLimits(
     max_flushed_rate=0.05,
     min_own_cosine=0.9,
     max_unrelated=0.3,
+    max_size_error=0.5,
+    min_judged_rows=0.8,
 )
 
 
@@ -99,6 +103,7 @@ class OffWeightRule(Rule):
     max_e5m2_headroom: float = LIMITS.max_e5m2_headroom
     max_flushed_rate: float = LIMITS.max_flushed_rate
     min_own_cosine: float = LIMITS.min_own_cosine
+    min_judged_rows: float = LIMITS.min_judged_rows
 
     @property
     def limits(self) -> WeightLimits:
@@ -176,7 +181,9 @@ def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
     off = [trace for trace in of_gemm if trace is not None]
     starts = _starts(run, off[0].start) if off else frozenset()
     off = [t for t in off if not are_scales_of_others(t.rows[0], starts, limits.max_headroom, limits.min_own_cosine)]
-    scales = {t.module for t in off if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows)}
+    scales = {
+        t.module for t in off if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows, limits.min_judged_rows)
+    }
     found = [
         trace
         for trace in off
@@ -231,9 +238,11 @@ def _is_of_weight(trace: Trace, limits: WeightLimits) -> bool:
     return (first["headroom"] or 1) <= limits.max_headroom or first["has_outgrown"] or _are_mixed(first, limits)
 
 
-def has_small_scales(row: dict[str, Any], max_headroom: float, min_mixed_rows: float) -> bool:
+def has_small_scales(row: dict[str, Any], max_headroom: float, min_mixed_rows: float, min_judged_rows: float) -> bool:
     """Return whether some rows are right and the others too small, beyond the scales of their blocks: the scales are at fault."""
-    return bool(row["has_shrunk"] and (row["headroom"] or 1) > max_headroom and _share_is_mixed(row, min_mixed_rows))
+    return bool(
+        row["has_shrunk"] and (row["headroom"] or 1) > max_headroom and _share_is_mixed(row, min_mixed_rows, min_judged_rows)
+    )
 
 
 def starts_of(run: Run) -> frozenset[int]:
@@ -254,12 +263,12 @@ def are_scales_of_others(row: dict[str, Any], starts: frozenset[int], max_headro
 
 def _are_mixed(row: dict[str, Any], limits: WeightLimits) -> bool:
     """Return whether some rows are right and the others of another place."""
-    return _share_is_mixed(row, limits.min_mixed_rows)
+    return _share_is_mixed(row, limits.min_mixed_rows, limits.min_judged_rows)
 
 
-def _share_is_mixed(row: dict[str, Any], min_rows: float) -> bool:
+def _share_is_mixed(row: dict[str, Any], min_rows: float, min_judged: float) -> bool:
     bad, good = row["bad_row_rate"], row["good_row_rate"]
-    return bad is not None and min(bad, good) >= min_rows and bad + good >= 0.8
+    return bad is not None and min(bad, good) >= min_rows and bad + good >= min_judged
 
 
 def _has_noise_of_e5m2(trace: Trace, limits: WeightLimits) -> bool:
@@ -285,7 +294,7 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
         return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
     if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
         where = "it is so from the first step on, before any update could part them"
-        if 0.5 < row["norm_ratio"] < 1.5 and abs(row["cosine"]) < limits.max_unrelated:
+        if abs(row["norm_ratio"] - 1) < limits.max_size_error and abs(row["cosine"]) < limits.max_unrelated:
             where += (
                 f"; cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}: another weight's values (another expert's,"
                 " layer's or shard's), or its own in other places"
