@@ -56,8 +56,8 @@ class Fp8NotOn(Rule):
           A format of less than 8 bits has its own: halfway between its closed-form SQNR (E2M1 in 1x16: 20.4 dB) and E4M3's.
         - min_low_bit_sqnr_db 22: the lowest that this limit may be: E2M1 rounded at random in its coarsest blocks has 13 dB,
           halfway to E4M3 (computed).
-        - min_bulk_sqnr_db 40, bulk_share 0.9: energy of that share of the elements, the smallest, over the whole error. FP8 cannot
-          exceed 31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
+        - min_bulk_sqnr_db 40, bulk_share 0.9: energy of that share of the elements, the smallest, over the whole error. FP8
+          cannot exceed 31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
           histogram; without one the rule asks for max_crest.
         - max_crest 8: amax / rms, without a histogram. No published basis: 4.5 for a Gaussian of 1e5 elements.
         - max_underflow_rate 0.01: share of nonzero elements that underflow; BF16 has FP32's range and flushes nothing.

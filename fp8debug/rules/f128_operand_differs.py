@@ -439,7 +439,7 @@ def _is_foreign(row: dict[str, Any], limits: OperandDiffers) -> bool:
     cosine, norm_ratio = row["cosine"], row["norm_ratio"]
     if norm_ratio is None or 1 / limits.max_foreign_ratio < norm_ratio < limits.max_foreign_ratio:
         return False
-    return abs(cosine or 0.0) < limits.max_unrelated
+    return bool(abs(cosine or 0.0) < limits.max_unrelated)
 
 
 def _are_placed(cosine: float | None, norm_ratio: float | None, limits: OperandDiffers) -> bool:

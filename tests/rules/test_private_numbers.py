@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def numbers(node: ast.AST) -> Iterator[float]:
             yield node.value
     elif isinstance(node, ast.Call):
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        for part in node.args if name in THROUGH else []:
-            yield from numbers(part)
+        if name in THROUGH:
+            yield from itertools.chain.from_iterable(map(numbers, node.args))
     elif not isinstance(node, ast.Subscript | ast.Lambda | ast.JoinedStr):
         for part in ast.iter_child_nodes(node):
             yield from numbers(part)

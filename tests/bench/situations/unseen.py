@@ -213,14 +213,16 @@ class _ChunkedHead(nn.Module):
 
     def loss(self, features: Tensor, classes: Tensor) -> Tensor:
         """Return the mean loss, with the gradients of head and features taken chunk by chunk."""
-        head, total, parts = self.body.head, features.new_zeros(()), []
+        head, total = self.body.head, features.new_zeros(())
+        parts: list[Tensor] = []
         summed = torch.zeros_like(head.weight, dtype=self.dtype)
         for x, target in zip(features.detach().chunk(self.chunks), classes.chunk(self.chunks), strict=True):
             x.requires_grad_()
             loss = functional.cross_entropy(head(x).float(), target, reduction="sum") / len(classes)
             into_x, into_weight = torch.autograd.grad(loss, (x, head.weight))
             summed += into_weight.to(self.dtype)
-            total, parts = total + loss.detach(), [*parts, into_x]
+            total += loss.detach()
+            parts.append(into_x)
         head.weight.grad = summed.float()
         surrogate = (features * torch.cat(parts)).sum()
         return surrogate - surrogate.detach() + total
