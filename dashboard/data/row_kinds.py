@@ -71,7 +71,8 @@ def _has_cause(run: Run, within: str) -> str:
     is_fresh = f"coalesce({headroom}, 1) >= {limits.MAX_STALE_HEADROOM}"
     is_much = f"NOT ({_IS_BELOW_8_BITS} AND {zeros} < {limits.MAX_UNDERFLOW_LOW_BITS})"
     outlier = f"gemm = 'fprop' AND tensor = 'input' AND {is_fresh} AND {is_much}"
-    asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {outlier} AND {enough} AND {zeros} > {limits.WARN_UNDERFLOW} LIMIT 1"
+    there = f"gemm = 'fprop' AND tensor = 'input' AND {enough} AND {zeros} > {limits.WARN_UNDERFLOW}"
+    asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {there} LIMIT 1"
     # Histograms take as long to read as all else: only where an input has zeros.
     if run.memo(f"inputs with zeros {within}", lambda: bool(run.sql(asked).num_rows)):
         outlier += f" AND {_has_outlier(run)}"

@@ -183,12 +183,12 @@ def layout(view: View, run_view: RunView) -> Component:
 
 def step_choices(steps: list[int], default: int | None, chosen: int | None) -> list[dict[str, Any]]:
     """Return the choices of step: the default, which follows a run that is being written, then all, or some of very many."""
-    first = {"value": "", "label": "none" if default is None else f"{default} (auto)"}
+    first: dict[str, Any] = {"value": "", "label": "none" if default is None else f"{default} (auto)"}
     apart = -(-len(steps) // MAX_CHOICES)
     at = bisect_left(steps, steps[-1] if chosen is None else chosen) if steps else 0
     near = steps[max(0, at - MAX_CHOICES // 20) : at + MAX_CHOICES // 20]
     listed = sorted({*steps[::apart], *near, *steps[-1:]}) if apart > 1 else steps
-    choices = [first, *({"value": str(step), "label": str(step)} for step in listed)]
+    choices: list[dict[str, Any]] = [first, *({"value": str(step), "label": str(step)} for step in listed)]
     if apart > 1:
         told = f"{len(listed):,} of {len(steps):,} steps are listed; the address takes each (step=...)"
         choices.insert(1, {"value": "some", "label": told, "disabled": True})

@@ -202,13 +202,18 @@ def module_href(finding: Finding, run: str | None, other: str | None = None) -> 
     return href("module", run, module=other or finding.module, site=site, step=finding.steps[0])
 
 
+def _every(steps: int | None) -> str:
+    """Return how often a run was sampled."""
+    return NO_DATA if not steps else "every step" if steps == 1 else f"every {steps:,} steps"
+
+
 def _verdict(run_view: RunView, judged: Judgement) -> list[Component | None]:
     run, verdict = run_view.run, judged.verdict
     steps = step_range(run) or (0, 0)
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
         ("steps", f"{steps[0]:,} to {steps[1]:,}"),
-        ("sampled", f"every {run.manifest['every']} steps" if run.manifest.get("every") else NO_DATA),
+        ("sampled", _every(run.manifest.get("every"))),
         ("ranks", number(len(run.ranks))),
         ("last loss", number(run_view.last_loss())),
         ("state", source.state(run.path, run.rank_manifests)),

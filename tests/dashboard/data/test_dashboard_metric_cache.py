@@ -164,11 +164,11 @@ def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch:
 
 def test_very_many_steps_are_not_all_listed() -> None:
     steps = list(range(0, 100_000, 10))
-    values = [int(choice["value"]) for choice in module._steps(steps, 50_000, 33_330)[1:]]
+    values = [int(choice["value"]) for choice in module.step_choices(steps, 50_000, 33_330)[2:]]
     assert len(values) < 1.2 * module.MAX_CHOICES and values == sorted(values)
     assert {0, 99_990, *range(33_300, 33_400, 10)} <= set(values)
-    assert len(module._steps(steps[:900], None, None)) == 901
-    assert module._steps([], None, None) == [{"value": "", "label": "none"}]
+    assert len(module.step_choices(steps[:900], None, None)) == 901
+    assert module.step_choices([], None, None) == [{"value": "", "label": "none"}]
 
 
 def test_the_health_of_a_large_run_is_drawn_from_few_steps_then_from_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

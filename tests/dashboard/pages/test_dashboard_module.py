@@ -11,6 +11,7 @@ import pytest
 
 from fp8debug.types import Gemm, TensorRole
 from fp8debug_dashboard.data import queries
+from fp8debug_dashboard.figures.theme import NO_DATA
 from fp8debug_dashboard.pages import fallback, model, module, overview
 from fp8debug_dashboard.web.run_view import RunView
 from fp8debug_dashboard.web.source import ServedFolder
@@ -103,3 +104,8 @@ def test_candidates_that_the_budget_leaves_out_are_not_denied(tmp_path: Path, mo
     assert "No candidate within the budget: each costs more than 3 %" in str(fallback.parts(shown, run_view)[2])
     monkeypatch.setattr(run_view, "fallbacks", lambda budget, fill=False: [])
     assert "No candidate: another cast is no cure for" in str(fallback.parts(shown, run_view)[2])
+
+
+@pytest.mark.parametrize(("every", "words"), [(1, "every step"), (10, "every 10 steps"), (None, NO_DATA)])
+def test_the_interval_of_sampling_is_in_words(every: int | None, words: str) -> None:
+    assert overview._every(every) == words
