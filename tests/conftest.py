@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -39,6 +40,8 @@ def nothing_compiled() -> None:
 def pytest_collection_finish() -> None:
     patch_language_once()
     keep_types_once()
+    gc.collect()
+    gc.freeze()  # what was imported is half a million objects, which each collection of a test would look through
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

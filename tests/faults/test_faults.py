@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,15 +45,27 @@ def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None 
     return losses
 
 
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return the run in which a module has a fault, recorded once."""
+
+    @functools.cache
+    def record(name: str, module: str) -> Path:
+        path = tmp_path_factory.mktemp("sick") / "run"
+        sick_run(path, name, module)
+        return path
+
+    return record
+
+
 @pytest.mark.parametrize(
     "fault", [f for f in fp8debug.list_faults() if f.needs_module and f.name not in ELSEWHERE], ids=lambda f: f.name
 )
 @pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
-def test_triage_names_the_module_and_the_cause(fault: Fault, module: str, tmp_path: Path) -> None:
+def test_triage_names_the_module_and_the_cause(fault: Fault, module: str, sick: Callable[[str, str], Path]) -> None:
     if fault.name == "uneven_tokens":
         module = module.replace("blocks.0", "blocks.1")  # the first layer's input wants no gradient, so it has no dgrad
-    sick_run(tmp_path / "run", fault.name, module)
-    findings = fp8debug.triage(tmp_path / "run")
+    findings = fp8debug.triage(sick(fault.name, module))
     assert [f.code for f in findings] == [fault.code], [f.message for f in findings]
     assert findings[0].module == module
     assert findings[0].steps[0] == (0 if fault.name == "unconverted" else AT)
@@ -90,9 +104,8 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zero_tile", "stale_scale", "stale_history", "e8m0_floor", "wrong_format", "wrong_scale",
                                   "short_accumulator"])  # fmt: skip
-def test_the_recommended_fallback_cures_the_run(name: str, tmp_path: Path) -> None:
-    sick_run(tmp_path / "sick", name, "blocks.1.down")
-    run = fp8debug.Run(tmp_path / "sick")
+def test_the_recommended_fallback_cures_the_run(name: str, sick: Callable[[str, str], Path], tmp_path: Path) -> None:
+    run = fp8debug.Run(sick(name, "blocks.1.down"))
     fallbacks = fp8debug.recommend(run, fp8debug.triage(run))
     assert {f.module for f in fallbacks} == {"blocks.1.down"}
     losses = sick_run(tmp_path / "cured", name, "blocks.1.down", fallbacks=fallbacks)
