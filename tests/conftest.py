@@ -41,7 +41,9 @@ def pytest_collection_finish() -> None:
     patch_language_once()
     keep_types_once()
     gc.collect()
-    gc.freeze()  # what was imported is half a million objects, which each collection of a test would look through
+    # What was imported is half a million objects, which each collection of a test would look through, again and again.
+    gc.freeze()
+    gc.set_threshold(700, 10, 50)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
