@@ -369,11 +369,29 @@ def histogram(count: int, amax: float) -> list[int]:
     return bins
 
 
+def with_underflow(row: Slots) -> list[int]:
+    """Return a row's histogram with as many elements as underflow below what its largest scale holds, taken from all bins."""
+    bins: list[int] = list(row["log2_hist"])
+    limit = FORMATS[row["cast_name"].partition(" ")[0]].min_subnormal / 2 * row["scale_inv_max"]
+    low = max(0, math.floor(math.log2(limit)) - FIRST_LOG2)
+    below, above = sum(bins[: low + 1]), sum(bins[low + 1 :])
+    missing = min(row["num_underflow"] - below, above)
+    if missing > 0:
+        bins[low + 1 :] = [count - math.ceil(count * missing / above) for count in bins[low + 1 :]]
+        bins[low] += below + above - sum(bins)
+    return bins
+
+
 def apply_slots(row: Slots, slots: Mapping[str, Any | Callable[[Slots], Any]]) -> None:
-    """Replace slots of a row in place; ``sqnr_db`` and ``gain`` set the sums that give them."""
+    """Replace slots of a row in place; ``sqnr_db`` and ``gain`` set the sums that give them.
+
+    ``num_underflow`` moves elements of the histogram below half the smallest value that the largest scale has.
+    """
     values = {name: value(row) if callable(value) else value for name, value in slots.items()}
     targets = {name: values.pop(name) for name in ("sqnr_db", "gain") if name in values}
     row.update(values)
+    if "num_underflow" in values and "log2_hist" not in values and row.get("log2_hist") and row.get("scale_inv_max"):
+        row["log2_hist"] = with_underflow(row)
     if targets:
         before = -10 * math.log10(row["sum_err2"] / row["sum_x2"])
         _set_error(row, sqnr_db=targets.get("sqnr_db", before), gain=targets.get("gain", 1.0))

@@ -11,8 +11,8 @@ from fp8debug import limits
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, tensor_floor_db
-from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Look, look
+from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, most_underflow, tensor_floor_db
+from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, num_right, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class OperandDiffers(Rule):
         at any SQNR: mantissas that are cut off have 26.8 dB. Further than a whole step no rounding moves it, in any direction:
         then a part of the tensor was cast under another scale than the GEMM reads, or single elements are wrong.
 
+        zeros-differ: more zeros than the cast can make. A value becomes zero below half the format's smallest one times its
+        scale; the histogram of magnitudes bounds how many lie there under the largest scale, the whole bin counted. Small
+        values that are lost leave the SQNR as it is.
+
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
         seen; rows that a kernel never wrote, wrong signs and stale buffers have no signature of their own.
@@ -105,6 +109,10 @@ class OperandDiffers(Rule):
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
+        - max_unexplained_rate 0.01, max_lost_rate 0.05: of zeros-differ, share of the elements that are zero beyond those, a
+          warning and an error; numerics.md, 4 (warn and act). The bound is exact for rounding to nearest, whatever the scales of
+          blocks; not judged are wgrad's grad_output (a leaf, of which 16 % underflow in sound runs), stochastic rounding, a
+          Hadamard transform and formats of less than 8 bits.
         - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
           of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
@@ -172,6 +180,8 @@ class OperandDiffers(Rule):
     max_size_error: float = 0.05
     min_factor_cosine: float = 0.999
     max_noise_gain_error: float = 0.06
+    max_unexplained_rate: float = 0.01
+    max_lost_rate: float = 0.05
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -201,6 +211,19 @@ class OperandDiffers(Rule):
         yield self._unmeasured
         yield self._unscaled
         yield self._elements
+        yield self._zeros
+
+    @property
+    def _zeros(self) -> Look:
+        conditions: Conditions = [
+            Condition("underflow_rate", ">", self.max_unexplained_rate),
+            Keys("NOT (gemm = 'wgrad' AND tensor = 'grad_output')"),
+            Keys("cast_name NOT LIKE '%stochastic%' AND cast_name NOT LIKE '%hadamard%'"),
+            Keys(f"NOT {IS_BELOW_8_BITS}"),
+            "NOT (scale_inv_min = 1 AND scale_inv_max = 1)",
+        ]
+        columns = ["underflow_rate", "num_underflow", "numel", "num_zero", "scale_inv_max", "log2_hist"]
+        return look(conditions, columns)
 
     @property
     def _elements(self) -> Look:
@@ -214,6 +237,7 @@ class OperandDiffers(Rule):
         """Return the operands that are not their tensor."""
         found = traces(run, self._look)
         is_elsewhere = scaled_elsewhere(found)
+        named: set[tuple[str, str, str]] = set()
         for whole in found:
             cast = whole.cast
             if cast is None:
@@ -223,6 +247,7 @@ class OperandDiffers(Rule):
             trace = whole.where(lambda row, cast=cast, floor=floor: row["sqnr_db"] < self._floor_of(cast, row, floor))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
+                named.add((trace.module, trace.gemm, trace.tensor))
                 finding = self._finding(trace, self._floor_of(cast, trace.least("sqnr_db"), floor), is_current)
                 yield _below_floor(finding, trace) if self._is_below_amax_floor(trace) else finding
         told = {(trace.module, trace.gemm, trace.tensor) for trace in found}
@@ -230,7 +255,33 @@ class OperandDiffers(Rule):
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
                 yield self._of_elements(trace)
+        for whole in traces(run, self._zeros):
+            trace = whole.where(lambda row, cast=whole.cast: self._unexplained(cast, row) > self.max_unexplained_rate)  # type: ignore[misc]  # bound now
+            if trace is not None and (trace.module, trace.gemm, trace.tensor) not in named:
+                yield self._of_zeros(trace)
         yield from self._without_errors(run)
+
+    @staticmethod
+    def _unexplained(cast: Cast | None, row: dict[str, Any]) -> float:
+        """Return the share of elements that are zero beyond those that the cast can make so; 0 where that is not known."""
+        histogram = row["log2_hist"]
+        if cast is None or not histogram or not row["scale_inv_max"] or sum(histogram) + (row["num_zero"] or 0) != row["numel"]:
+            return 0.0
+        most = most_underflow(FORMATS[cast.format], histogram, row["scale_inv_max"])
+        return float((row["num_underflow"] - most) / row["numel"])
+
+    def _of_zeros(self, trace: Trace) -> Finding:
+        row = max(trace.rows, key=lambda row: self._unexplained(trace.cast, row))
+        more = self._unexplained(trace.cast, row)
+        message = (
+            f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step {row['step']}"
+            f" ({len(trace.rows)} sampled steps), where its magnitudes and its largest scale explain at most"
+            f" {percent(max(row['underflow_rate'] - more, 0.0))}: rows or blocks of small values were never written, or were"
+            " masked, or the kernel makes zeros of subnormal values"
+        )
+        is_error = more > self.max_lost_rate
+        severity, limit = (Severity.ERROR, self.max_lost_rate) if is_error else (Severity.WARNING, self.max_unexplained_rate)
+        return replace(trace.finding(self, severity, message, value=more, threshold=limit), name="zeros-differ")
 
     def _floor_of(self, cast: Cast, row: dict[str, Any], least: float) -> float:
         """Return the lowest SQNR of a correct cast: of any tensor, or below 8 bits under current scaling of these magnitudes."""

@@ -333,3 +333,16 @@ def test_scales_that_leave_eight_binades_unused_are_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("share", "moves"), [(0.3, True), (0.0044, False)])
 def test_a_margin_of_a_binade_and_a_constant_scale_are_left_alone(tmp_path: Path, share: float, moves: bool) -> None:
     assert [f.message for f in triage(build(tmp_path / "run", overrides=unused(share, 0.0, moves=moves)))] == []
+
+
+@pytest.mark.parametrize(("rate", "severity"), [(0.08, Severity.ERROR), (0.03, Severity.WARNING), (0.009, None)])
+def test_zeros_that_the_magnitudes_do_not_explain(tmp_path: Path, rate: float, severity: Severity | None) -> None:
+    """A tile of small values that was never written: the SQNR is a sound cast's."""
+    lost = {"num_underflow": share(rate), "log2_hist": lambda row: row["log2_hist"]}
+    found = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=lost)]))
+    assert [(f.code, f.name, f.severity, f.module) for f in found] == (
+        [("F128", "zeros-differ", severity, CULPRIT)] if severity else []
+    )
+    # So many small values underflow in a sound cast, wherever their share lies.
+    small = [Override(**INPUT, slots={"num_underflow": share(rate)})]
+    assert [f.code for f in triage(build(tmp_path / "small", overrides=small))] == []

@@ -116,6 +116,16 @@ def one_scale_db(fmt: Format, histogram: Sequence[int], amax: float) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
+def most_underflow(fmt: Format, histogram: Sequence[int], scale_inv: float) -> int:
+    """Return the most nonzero elements that rounding to nearest can make zero under scales of at most ``scale_inv``.
+
+    A value becomes zero up to half the smallest one of the format, times its scale; the bin that holds this limit counts as a
+    whole, and the lowest bin, which holds all below it, always.
+    """
+    limit = fmt.min_subnormal / 2 * scale_inv
+    return sum(histogram[: max(0, math.frexp(limit)[1] - 1 - FIRST_LOG2) + 1])
+
+
 def accumulator_floor_db(length: int | None) -> float:
     """Return the lowest SQNR, in dB, that a sum of ``length`` products can have in an accumulator of 14 bits.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ import fp8debug
 from fp8debug.formats import FORMATS
 from fp8debug.limits import cast_floor_db
 from fp8debug.recipes import RECIPES, Cast
-from fp8debug.rules.reading.bounds import tensor_floor_db
+from fp8debug.rules.reading.bounds import most_underflow, tensor_floor_db
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "normal": lambda: torch.randn(96, 128),
@@ -51,6 +51,32 @@ def test_tensors_beyond_the_histogram_keep_their_bound(cast: Cast, size_log2: in
     torch.manual_seed(0)
     found = fp8debug.measure(torch.randn(96, 128) * 2.0**size_log2, cast)
     assert float(str(found["sqnr_db"])) >= _floor(cast, found)
+
+
+@pytest.mark.parametrize("format_name", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "1x128", "128x1", "128x128", "1x32"])
+def test_rounding_to_nearest_makes_no_more_zeros_than_the_histogram_has(granularity: str, format_name: str) -> None:
+    torch.manual_seed(0)
+    for scale_rounding in ("none", "pow2_ceil", "pow2_floor"):
+        cast = Cast(format=format_name, granularity=granularity, scale_rounding=scale_rounding)
+        for name, tensor in TENSORS.items():
+            for size_log2 in (-120, -40, 0, 25, 80):
+                assert _unexplained(tensor() * 2.0**size_log2, cast) <= 0, (name, size_log2)
+
+
+def test_zeros_under_a_stale_scale_are_those_of_the_histogram() -> None:
+    torch.manual_seed(0)
+    cast = Cast(granularity="tensorwise", scaling="delayed", history=4)
+    for factor_log2 in range(0, 24, 4):
+        x = torch.randn(96, 128)
+        assert _unexplained(x, cast, [float(x.abs().amax()) * 2.0**factor_log2]) <= 0
+
+
+def _unexplained(x: Tensor, cast: Cast, history: Sequence[float] = ()) -> int:
+    found = fp8debug.measure(x, cast, history)
+    scale, histogram = found["scale_inv_max"], found["log2_hist"]
+    assert isinstance(scale, float) and isinstance(histogram, list)
+    return int(str(found["num_underflow"])) - most_underflow(FORMATS[cast.format], histogram, scale)
 
 
 def test_few_elements_that_are_rounded_at_random_may_all_have_bad_luck() -> None:
