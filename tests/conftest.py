@@ -46,6 +46,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(700, 10, 50)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what stays frozen is not freed at exit, which nanobind's modules report as leaks
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
