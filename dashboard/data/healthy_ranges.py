@@ -124,7 +124,7 @@ _GAIN = HealthyRange((0, 0.95, 0.99, 0.998, 1.002, 1.01, 1.05, 2), (3, 2, 1, 0, 
 # Clean runs in FP4 [measured: tests/bench/clean.py --low-bit]: underflow up to 0.38 in inputs and 0.72 in gradients, gain 0.97 to
 # 1.04, under E4M3 scales up to 5.3 % of the elements beyond the format's max, by at most 1/16. pow2_even lets an amax clip by
 # up to 31/28: 0.55 % of Gaussian and 3.5 % of uniform values in blocks of 32 [measured: fp8debug.measure of 1024 x 2048].
-_UNDERFLOW_LOW_BITS = HealthyRange((0, 0.4, 0.75, 0.95, 1), (0, 0, 1, 2, 3))
+_UNDERFLOW_LOW_BITS = HealthyRange((0, 0.4, 0.5, limits.MAX_UNDERFLOW_LOW_BITS, 1), (0, 0, 1, 2, 3))
 _GAIN_LOW_BITS = (0.97, 1.04)
 _SATURATION_ROUNDED = _never_act(HealthyRange((0, 0.06, 0.1, 0.3, 1), (0, 0, 1, 2, 3)))
 _HEADROOM_ROUNDED = HealthyRange((2**-12, 2**-6, 2**-3, 17 / 16, 1.1, 1.5, 4), (-2, -1, 0, 0, 1, 2, 3))

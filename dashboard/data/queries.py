@@ -484,7 +484,7 @@ def rows_at(run: Run, module: str, step: int, columns: Sequence[str]) -> list[di
     return _rows(
         run,
         "SELECT step, gemm, tensor, cast_name, reference, actual,"
-        f" {kind_sql(run, within=f'step = {int(step)}')} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
+        f" {kind_sql(run, within=None)} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
         " WHERE module = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
         [module, step],
     )

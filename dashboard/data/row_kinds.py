@@ -22,19 +22,20 @@ _IS_DELAYED = "(cast_name LIKE '%delayed%' OR cast_name LIKE '%static%')"
 _IS_BELOW_8_BITS = "(" + " OR ".join(f"cast_name LIKE '{f.name} %'" for f in FORMATS.values() if f.bits < 8) + ")"
 
 
-def kind_sql(run: Run, metric: str = "", within: str = "TRUE") -> str:
+def kind_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
     """Return SQL over ``sites`` for the kind of a row as a metric needs it, or all metrics; see :func:`bits_sql`."""
     bits = bits_sql(run, metric, within)
     return KIND_SQL if bits == "0" else f"({KIND_SQL} + {bits})"
 
 
-def bits_sql(run: Run, metric: str = "", within: str = "TRUE") -> str:
+def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
     """Return SQL over ``sites`` for the bits of a row that a metric needs, or all metrics; 0 where there are none.
 
     Args:
         run: the run.
         metric: a column of ``ROW_BITS``; of another none is needed. All of them by default.
-        within: SQL condition on the steps of the rows that it will be asked of.
+        within: SQL condition on the steps of the rows that it will be asked of; None where they are few, so that their
+            histograms may be read without a look for inputs that need them.
     """
     wanted = {ROW_BITS.get(metric, 0)} if metric else set(ROW_BITS.values())
     found = []
@@ -64,7 +65,7 @@ def _zeros_of(run: Run) -> str:
     return f"coalesce({', '.join(names)})"
 
 
-def _has_cause(run: Run, within: str) -> str:
+def _has_cause(run: Run, within: str | None) -> str:
     """Return SQL of whether a rule may name the cause of a row's zeros, never null."""
     zeros, headroom, sqnr = _zeros_of(run), _column(run, "headroom"), _column(run, "sqnr_db")
     enough = f"coalesce({_column(run, 'num_underflow')}, {limits.MIN_UNDERFLOW_ELEMENTS}) >= {limits.MIN_UNDERFLOW_ELEMENTS}"
@@ -74,7 +75,7 @@ def _has_cause(run: Run, within: str) -> str:
     there = f"gemm = 'fprop' AND tensor = 'input' AND {enough} AND {zeros} > {limits.WARN_UNDERFLOW}"
     asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {there} LIMIT 1"
     # Histograms take as long to read as all else: only where an input has zeros.
-    if run.memo(f"inputs with zeros {within}", lambda: bool(run.sql(asked).num_rows)):
+    if within is None or run.memo(f"inputs with zeros {within}", lambda: bool(run.sql(asked).num_rows)):
         outlier += f" AND {_has_outlier(run)}"
     stale = f"{_IS_DELAYED} AND {headroom} < {limits.MAX_STALE_HEADROOM} AND {sqnr} < {limits.MAX_STALE_SQNR_DB}"
     unequal = "gemm = 'dgrad' AND tensor = 'grad_output' AND cast_name LIKE '% 128x128 current%'"

@@ -50,10 +50,12 @@ SIZES = {f"gain {gain}": {"gain": gain} for gain in (0.93, 0.935, 1.066, 1.1)}
 SICK_ROWS: dict[str, dict[str, Any]] = {**CLIPPED, **FAR, **SIZES}
 #: What no rule takes for a fault by itself.
 SOUND: dict[str, dict[str, Any]] = {
-    **{f"{rate:.0%} zero": zero(rate) for rate in (0.04, 0.06, 0.2, 0.6, 0.97)},
+    **{f"{rate:.0%} zero": zero(rate) for rate in (0.04, 0.06, 0.2, 0.45)},
     **{f"{rate:.1%} by {headroom}": clipping(rate, headroom) for rate in (2e-3, 2e-2) for headroom in (1.0034, 1.035, 1.069)},
     **{f"gain {gain}": {"gain": gain} for gain in (0.945, 0.955, 1.055)},
 }
+#: More than half is zero: the median lies far below the amax, which is F105's outlier in an input, whatever the format.
+MOSTLY_ZERO: dict[str, dict[str, Any]] = {f"{rate:.0%} zero": zero(rate) for rate in (0.61, 0.72, 0.97)}
 #: Results against the shadow differ by their operands' errors.
 RESULTS = (("fprop", "output"), ("dgrad", "grad_input"), ("wgrad", "grad_weight"))
 OF_RESULTS: dict[str, dict[str, Any]] = {
@@ -84,6 +86,13 @@ def test_what_the_heatmap_calls_act_has_a_finding(recipe: str, name: str, tmp_pa
     assert found.acts == found.told == (set() if name in SOUND else {f"blocks.{i}.mlp.up" for i in range(len(OPERANDS))})
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8", "mxfp6_e3m2"])
+@pytest.mark.parametrize("name", MOSTLY_ZERO)
+def test_an_input_that_is_mostly_zero_is_act(recipe: str, name: str, tmp_path: Path) -> None:
+    found = judged(tmp_path / "run", recipe, MOSTLY_ZERO[name], OPERANDS, "operand")
+    assert found.acts == found.told == {"blocks.0.mlp.up"}
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("name", OF_RESULTS)
 def test_no_result_is_called_act_for_what_its_operands_did(recipe: str, name: str, tmp_path: Path) -> None:
@@ -92,9 +101,9 @@ def test_no_result_is_called_act_for_what_its_operands_did(recipe: str, name: st
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise_delayed", "nvfp4", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2"])
-@pytest.mark.parametrize("name", [n for n in (*SICK_ROWS, *SOUND) if "dB" not in n])
+@pytest.mark.parametrize("name", [n for n in (*SICK_ROWS, *SOUND, *MOSTLY_ZERO) if "dB" not in n])
 def test_no_act_without_a_finding_in_other_recipes(recipe: str, name: str, tmp_path: Path) -> None:
-    found = judged(tmp_path / "run", recipe, {**SICK_ROWS, **SOUND}[name], OPERANDS, "operand")
+    found = judged(tmp_path / "run", recipe, {**SICK_ROWS, **SOUND, **MOSTLY_ZERO}[name], OPERANDS, "operand")
     assert found.errors <= found.acts <= found.told
 
 
