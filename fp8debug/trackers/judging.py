@@ -42,7 +42,8 @@ class Judge:
     def __init__(self, path: str) -> None:
         self._path = path
         self._run: RecentRun | None = None
-        self._last = -1
+        self._first, self._last = 0, -1  # steps of the window that was read last
+        self._told: set[int] = set()  # of it or before, those whose numbers were returned
         self._rules = {rule.code: rule for rule in RULES if tuple(rule.looks())}
         self._lost = RULES.get("F125")  # which reads every loss, and is asked when one is gone
         self._worst: dict[tuple[str, str | None], Severity] = {}  # of a code in a module
@@ -59,9 +60,8 @@ class Judge:
             return {"steps": {}, "findings": []}
         rules = self._rules | {self._lost.code: self._lost} if self._is_lost(run) else self._rules
         new = self._new(judge(run, rules)[0])
-        scalars = step_scalars(run, self._known, after=max(self._last, run.first - 1))
-        self._last = run.sampled_steps[-1]
-        return {"steps": scalars, "findings": [asdict(finding) for finding in new]}
+        self._first, self._last = run.first, run.sampled_steps[-1]
+        return {"steps": self._numbers(run, self._known), "findings": [asdict(finding) for finding in new]}
 
     def finish(self, report: str | None) -> dict[str, Any]:
         """Return what the whole run shows, by all rules.
@@ -77,10 +77,18 @@ class Judge:
             "worst": worst_modules(run, found),
             "worst_columns": WORST_COLUMNS,
             "all": finding_rows(found),
-            "steps": step_scalars(run, found, after=self._last),
+            "steps": self._numbers(run, found),
             "last": run.steps_range[1],
             "report": report is not None and write_report(self._path, report),
         }
+
+    def _numbers(self, run: Run, findings: list[Finding]) -> dict[int, dict[str, float]]:
+        """Return the numbers of the window's steps, and of later ones, that were not returned before: rows may come late."""
+        left = [step for step in run.sampled_steps if step >= self._first and step not in self._told]
+        found = step_scalars(run, findings, after=left[0] - 1) if left else {}
+        new = {step: values for step, values in found.items() if step not in self._told}
+        self._told |= new.keys()
+        return new
 
     def _is_lost(self, run: RecentRun) -> bool:
         """Return whether a loss or gradient norm is NaN or infinite in the window or since it."""

@@ -13,7 +13,7 @@ import pytest
 from fp8debug.errors import UsageError
 from fp8debug.store.read.recent import RecentRun
 from fp8debug.store.read.run import Run
-from fp8debug.trackers import base
+from fp8debug.trackers import base, judging
 from fp8debug.trackers.judging import Judge
 from fp8debug.trackers.summary import SCALARS, step_scalars, worst_modules
 from fp8debug_dashboard.data.queries import loss_lost_at
@@ -178,6 +178,29 @@ def test_the_judge_tells_each_finding_once_and_a_healthy_run_has_none(tmp_path: 
     healthy = Judge(str(tmp_path / "healthy"))
     assert healthy.step()["findings"] == [] == healthy.finish(None)["findings"]
     json.dumps(last)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_numbers_of_a_step_that_come_late_are_told_with_the_next(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may show a step before its rows."""
+    from tests.store.recording import record, site_rows
+
+    writer = record(tmp_path / "run", range(0))
+    judge = Judge(str(tmp_path / "run"))
+    told = []
+    for step in (0, 2, 4):
+        writer.stats(site_rows(step))
+        writer.steps({"step": step, "sampled": True})
+        writer.flush()
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(judging, "step_scalars", lambda *_, **__: {})
+            if step < 4 or not ends:
+                told.append(list(judge.step()["steps"]))
+    writer.close()
+    assert [*told, list(judge.finish(None)["steps"])] == ([[0], [], [2, 4]] if ends else [[0], [], [2, 4], []])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.copysign(math.nan, -1.0), math.inf, -math.inf])
