@@ -149,11 +149,10 @@ KINDS = ["plain", "scaled", "torchao tensorwise", "torchao rowwise", "torchao te
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_code_is_as_without_a_watch(kind: str, whole: bool, tmp_path: Path) -> None:
-    blocks = 2 if whole else BLOCKS  # a graph of all has each of them again
-    alone = train(kind, None, "never", whole=whole, blocks=blocks)
+    alone = train(kind, None, "never", whole=whole)
     for when in WHEN:
-        assert_same(train(kind, tmp_path / when, when, whole=whole, blocks=blocks), alone)
-    assert_same(train(kind, tmp_path / "repeated", "before", whole=whole, recorded="repeat", blocks=blocks), alone)
+        assert_same(train(kind, tmp_path / when, when, whole=whole), alone)
+    assert_same(train(kind, tmp_path / "repeated", "before", whole=whole, recorded="repeat"), alone)
 
 
 @pytest.mark.parametrize("kind", ["scaled", "torchao tensorwise"])
