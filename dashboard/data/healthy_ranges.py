@@ -1,6 +1,6 @@
 """Healthy ranges as colours: NUMERICS.md section 4 turned into one scale for every metric.
 
-"Act" begins where a rule's finding does, by the rule's own limits (``fp8debug.limits``). Where no rule takes a value for a fault
+"Act" begins where a rule's finding does, by its own limits (``fp8debug.metrics.limits``). Where no rule takes a value for a fault
 by itself (a result against the shadow, a clipping no larger than rounding, zeros without an outlier) it stays below "act",
 however far it is from healthy: the severity 2 becomes 1.25 and 3 becomes 1.5.
 
@@ -17,8 +17,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8debug import limits
 from fp8debug.formats import FORMATS, gaussian
+from fp8debug.metrics import limits
 from fp8debug.recipes import Cast
 
 Floats = NDArray[np.float32]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fp8debug import limits
 from fp8debug.formats import FORMATS
+from fp8debug.metrics import limits
 from fp8debug.metrics.histogram import FIRST_LOG2
 
 from .healthy_ranges import CLIPS_LITTLE, KIND_SQL, NO_CAUSE, ROW_BITS

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fp8debug import limits
 from fp8debug.formats import FORMATS
+from fp8debug.metrics import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import READ_AS_ANOTHER
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fp8debug.limits import cast_floor_db
+from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import Condition, Look, look

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8debug import limits
 from fp8debug.formats import FORMATS
+from fp8debug.metrics import limits
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, READ_AS_ANOTHER, SCALED_FOR_ANOTHER
@@ -117,7 +117,7 @@ class WrongScale(Rule):
     code = "F113"
     name = "wrong-scale"
     columns = ("sum_xy", "sum_x2", "sum_y2")
-    cure = "recompute the scale from the data it is for, or reload both as they were saved, with the same flags; else BF16 here"
+    cure = "recompute the scale from its data, or reload both as saved with the same flags; else BF16 here"
 
     max_gain_error: float = limits.MAX_GAIN_ERROR
     min_cosine: float = 0.999

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS, GRANULARITIES
-from fp8debug.limits import cast_floor_db
+from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8debug import limits
 from fp8debug.formats import FORMATS
+from fp8debug.metrics import limits
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, most_underflow, tensor_floor_db

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.errors import UsageError
-from fp8debug.limits import cast_floor_db
+from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import RUNNING, Condition, Conditions, Keys, Look, look

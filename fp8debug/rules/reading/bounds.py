@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS, SCALE_FORMATS, Format
-from fp8debug.limits import relative_error
 from fp8debug.metrics.histogram import FIRST_LOG2
+from fp8debug.metrics.limits import relative_error
 from fp8debug.recipes import Cast
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from fp8debug.formats import FORMATS, Format
-from fp8debug.limits import SMALLEST_AMAX
 from fp8debug.metrics.histogram import FIRST_LOG2
+from fp8debug.metrics.limits import SMALLEST_AMAX
 from fp8debug.recipes import Cast
 
 #: Formats of 8 bits that hold data.

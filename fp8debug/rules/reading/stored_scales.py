@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.formats import FORMATS
-from fp8debug.limits import cast_floor_db
+from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8debug
 from fp8debug.formats import FORMATS
-from fp8debug.limits import cast_floor_db
+from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.recipes import RECIPES, Cast
 from fp8debug.rules.reading.bounds import most_underflow, tensor_floor_db
 
