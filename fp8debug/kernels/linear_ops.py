@@ -85,8 +85,31 @@ class OpObserver(Protocol):
         ...
 
 
-#: While a watch observes an Fp8Linear, the one that finds its recorder.
-observers: list[OpObserver] = []
+class ObservedOps:
+    """Who is asked about each op: the one that finds a watched Fp8Linear's recorder, while anything may be to record.
+
+    Attributes:
+        asked: it, None for nobody. Ops run in more than one thread: read it once.
+    """
+
+    def __init__(self) -> None:
+        self.asked: OpObserver | None = None
+        self._observer: OpObserver | None = None
+
+    def set(self, observer: OpObserver | None) -> None:
+        """Ask another one from now on."""
+        self._observer = self.asked = observer
+
+    def rest(self) -> None:
+        """Ask nobody until :meth:`wake`: nothing is recorded of the step under way."""
+        self.asked = None
+
+    def wake(self) -> None:
+        """Ask again: the step is over, or a recipe was set, or FLOPs are counted."""
+        self.asked = self._observer
+
+
+OBSERVED = ObservedOps()
 
 
 @lru_cache(maxsize=256)
@@ -243,7 +266,8 @@ def _fprop(
     parsed = parse_plan(plan)
     x_fprop = _operand(x, Quantized(data, scale_inv), parsed.casts[_X_FPROP])
     x_wgrad = _saved_input(x, x_fprop, data_wgrad, scale_inv_wgrad, parsed) if learns else None
-    recorder = observers[0].begin_forward(x, weight, trains=trains) if observers else None
+    asked = OBSERVED.asked
+    recorder = None if asked is None else asked.begin_forward(x, weight, trains=trains)
     with _without_autocast(x):
         w_fprop = _quantized(recorder, _W_FPROP, weight, parsed, w_given)
         output = _product(Gemm.FPROP, x_fprop, w_fprop, x.dtype, parsed)
@@ -282,7 +306,8 @@ def _backward(
     ``g_given``, ``w_given`` and ``g_wgrad_given`` are the scale_inv of delayed casts.
     """
     parsed = parse_plan(plan)
-    recorder = observers[0].begin_backward(grad_output, weight) if observers else None
+    asked = OBSERVED.asked
+    recorder = None if asked is None else asked.begin_backward(grad_output, weight)
     dgrad: tuple[Operand, Operand, Tensor] | None = None
     wgrad: tuple[Operand, Operand, Tensor] | None = None
     with _without_autocast(grad_output):

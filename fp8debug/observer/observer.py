@@ -61,6 +61,11 @@ class DeferredRelease:
         if len(self._steps) > MAX_STEPS:
             self.release_all()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing waits."""
+        return not self._steps
+
     def release_some(self) -> None:
         """Let go of some."""
         try:

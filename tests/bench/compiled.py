@@ -2,12 +2,13 @@
 
 Llama-like blocks (``step.py``) in BF16 with AdamW, each block compiled with ``fullgraph=True``. A time is the median over blocks
 of ``--steps`` steps of a block's wall-clock time over its steps, the device idle before and after; no times are asserted. Models
-that are compared train in turn in one process, from one seed on one batch, so that a clock that drifts is in both; where one of
-two is watched, the line also says how many graphs the watch added and, with ``--deterministic``, whether the losses were equal to
-the last bit: without it attention's gradient and cuBLAS's sums are not the same twice.
+that are compared train in turn in one process, from one seed on one batch, so that a clock that drifts is in both (``idle``
+compares one model with itself); where one of two is watched, the line also says how many graphs the watch added and, with
+``--deterministic``, whether the losses were equal to the last bit: without it attention's gradient and cuBLAS's sums are not the
+same twice.
 
     speed     Fp8Linear and torchao against BF16, all compiled; ``--sizes 2048 4096``
-    idle      a watch that samples nothing
+    idle      a watch that samples nothing, attached for a block of steps between two blocks without one, of one model
     tenth     a watch of every 10th step, compiled code repeated
     each      a watch of every step, compiled code repeated
     eager     Fp8Linear without torch.compile: a watch of every 10th step, and of every step
@@ -160,15 +161,42 @@ def cost(row: str, name: str, size: Size, kind: str, every: int, options: argpar
     alone.milliseconds(1)
     before = counters["stats"]["unique_graphs"]
     with watched(seen, every, options):
-        if compiles and every != NOT_SAMPLING:
+        if compiles:
             seen.milliseconds(every * (2 * options.turns + 1))  # each block is repeated once, then captured, then replayed
         first, second = in_turn([alone, seen], options)
     added = counters["stats"]["unique_graphs"] - before
     same = torch.equal(torch.stack(alone.losses[: len(seen.losses)]), torch.stack(seen.losses))
     bits = ("losses equal" if same else "LOSSES DIFFER") if options.deterministic else "losses not compared"
-    what = f"{kind}, " + ("not sampling" if every == NOT_SAMPLING else f"every {every}")
     details = f"{first:.2f} -> {second:.2f} ms, {bits}, {added} graphs more"
-    return Line(row, name, what, f"{100 * (second / first - 1):+.1f} %", details)
+    return Line(row, name, f"{kind}, every {every}", f"{100 * (second / first - 1):+.1f} %", details)
+
+
+def idle(name: str, kind: str, options: argparse.Namespace) -> Line:
+    """Compare steps of one model under a watch that samples nothing with those before it and after it."""
+    job = Job(SIZES[name], kind, options)
+    job.milliseconds(options.steps)
+    before = counters["stats"]["unique_graphs"]
+    times: tuple[list[float], list[float], list[float]] = [], [], []
+    for _ in range(options.blocks):
+        times[0].append(_settled(job, options))
+        with watched(job, NOT_SAMPLING, options):
+            times[1].append(_settled(job, options))
+        job.watch = None
+        times[2].append(_settled(job, options))
+    first, seen, second = (median(found) for found in times)
+    added = counters["stats"]["unique_graphs"] - before
+    alone = median([*times[0], *times[2]])
+    details = (
+        f"{alone:.2f} -> {seen:.2f} ms, {added} graphs more; without a watch before and after {100 * (second / first - 1):+.1f} %"
+    )
+    return Line("idle", name, f"{kind}, not sampling", f"{100 * (seen / alone - 1):+.1f} %", details)
+
+
+def _settled(job: Job, options: argparse.Namespace) -> float:
+    """Return a job's milliseconds a step after four that do not count: where a watch has begun, the first is sampled."""
+    job.milliseconds(4)
+    gc.collect()
+    return job.milliseconds(options.steps)
 
 
 def first_step(name: str, kind: str, options: argparse.Namespace) -> Line:
@@ -219,8 +247,10 @@ def lines(row: str, name: str, options: argparse.Namespace) -> Iterator[Line | N
     size, (ours, *_) = SIZES[name], options.kinds
     if row == "speed":
         yield from speed(name, options)
-    elif row in ("idle", "tenth", "each"):
-        every = {"idle": NOT_SAMPLING, "tenth": 10, "each": 1}[row]
+    elif row == "idle":
+        yield from (idle(name, kind, options) for kind in options.kinds)
+    elif row in ("tenth", "each"):
+        every = {"tenth": 10, "each": 1}[row]
         yield from (cost(row, name, size, kind, every, options) for kind in options.kinds)
     elif row == "eager":
         yield from (cost(row, name, size, ours, every, options) for every in (10, 1))

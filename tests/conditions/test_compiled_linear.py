@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, cast
 
@@ -406,7 +406,9 @@ def test_what_is_left_outside_of_graphs_is_named(tmp_path: Path) -> None:
 
 def test_a_watch_that_ends_leaves_no_recorder(tmp_path: Path) -> None:
     train("rowwise", tmp_path / "run")
-    assert linear_ops.observers == []
+    assert linear_ops.OBSERVED.asked is None
+    linear_ops.OBSERVED.wake()
+    assert linear_ops.OBSERVED.asked is None
 
 
 def test_a_step_without_a_sample_quantizes_as_one_without_a_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +504,53 @@ def test_an_op_of_a_step_without_a_sample_looks_for_no_recorder(tmp_path: Path, 
     assert {row["step"] for row in rows(tmp_path / "False")} == {0, 2}
 
 
-def test_a_recipe_that_is_set_between_samples_is_told_at_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("check_finite", "expected"), [(False, [8, 1, 1, 8, 1, 1]), (None, [8] * 6)])
+def test_nobody_is_asked_about_the_ops_of_a_step_in_which_nothing_can_be_to_record(
+    check_finite: bool | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    model = fp8debug.convert(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), "blockwise")
+    model.compile(backend="aot_eager", fullgraph=True)
+    asked: list[object] = []
+
+    def counted(self: LinearOps, real: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(None)
+        return real(self, *args, **kwargs)
+
+    for name in ("begin_forward", "begin_backward"):
+        monkeypatch.setattr(LinearOps, name, partialmethod(counted, getattr(LinearOps, name)))
+    counts = []
+    with fp8debug.watch(model, tmp_path / "run", every=3, what_if=(), check_finite=check_finite) as watch:
+        for _ in range(13):
+            asked.clear()
+            model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
+            counts.append(len(asked))
+            watch.step()
+    assert counts[6:12] == expected
+    assert {row["step"] for row in rows(tmp_path / "run")} == {0, 3, 6, 9, 12}
+
+
+def test_two_watches_of_one_process_sample_at_steps_of_their_own(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    models = [fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "blockwise") for _ in range(2)]
+    watches = []
+    for number, model in enumerate(models):
+        model.compile(backend="aot_eager", fullgraph=True)
+        run = tmp_path / str(number)
+        watches.append(fp8debug.watch(model, run, every=2 + number, what_if=(), check_finite=False))
+    for _ in range(7):
+        for model, watch in zip(models, watches, strict=True):
+            model(torch.ones(4, WIDTH, requires_grad=True)).sum().backward()
+            watch.step()
+    for watch in watches:
+        watch.close()
+    assert {row["step"] for row in rows(tmp_path / "0")} == {0, 2, 4, 6}
+    assert {row["step"] for row in rows(tmp_path / "1")} == {0, 3, 6}
+    assert {row["gemm"] for row in rows(tmp_path / "1")} == {"fprop", "dgrad", "wgrad"}
+
+
+@pytest.mark.parametrize("passes", [1, 2], ids=["before the step", "between two microbatches"])
+def test_a_recipe_that_is_set_between_samples_is_told_at_its_step(passes: int, tmp_path: Path) -> None:
     torch._dynamo.reset()
     model: Any = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "blockwise")
 
@@ -512,9 +560,10 @@ def test_a_recipe_that_is_set_between_samples_is_told_at_its_step(tmp_path: Path
 
     with fp8debug.watch(model, tmp_path / "run", every=5, what_if=(), check_finite=False) as watch:
         for step in range(6):
-            if step == 3:
-                model[0].set_recipe("rowwise")
-            loss_of(torch.ones(4, WIDTH, requires_grad=True)).backward()
+            for number in range(passes):
+                if step == 3 and number == passes - 1:
+                    model[0].set_recipe("rowwise")
+                loss_of(torch.ones(4, WIDTH, requires_grad=True)).backward()
             watch.step()
     told = fp8debug.Run(tmp_path / "run").sql("SELECT step FROM events WHERE kind = 'recipe'").to_pylist()
     assert [event["step"] for event in told] == [3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,42 +35,60 @@ class LinearOps:
         self._at: dict[tuple[int, bool], LinearRecorder] = {}  # by the weight's address when it was last looked for
         self._unknown: set[tuple[int, bool]] = set()  # addresses of weights that are no watched module's
         self._observers: dict[int, Observer] = {}  # of the recorders' watches, by their id
+        self._end_steps: dict[int, Callable[[], None]] = {}  # what each of these calls when a step is over
+        self._begun: list[LinearRecorder] = []  # those that may have kept something of the steps under way
+        self._is_on_cpu: bool | None = None  # whether a module is, or may be; None is unknown
         self._steps = -1  # steps of all watches when the weights were looked for
 
     def add(self, layer: Fp8Linear, probe: Probe) -> Callable[[], None]:
         """Record a module until the function that is returned is called."""
         key = id(layer), not probe.observer.settings.inference
         recorder = self._recorders[key] = LinearRecorder(layer, probe)
-        recorder.observer.on_end_step.append(recorder.forget)
-        self._forget_addresses()
-        if self not in linear_ops.observers:
-            linear_ops.observers.append(self)
+        self._see_modules()
 
         def remove() -> None:
             if self._recorders.get(key) is recorder:
                 del self._recorders[key]
-            if recorder.forget in recorder.observer.on_end_step:
-                recorder.observer.on_end_step.remove(recorder.forget)
-            self._forget_addresses()
-            if not self._recorders and self in linear_ops.observers:
-                linear_ops.observers.remove(self)
+            recorder.forget()
+            self._see_modules()
 
         return remove
 
     def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.OpRecorder | None:
         """Return what records a forward op; None where nothing is recorded of it."""
         if self._are_idle(x):
-            for observer in self._observers.values():
-                if trains and not observer.in_shape_inference:
-                    observer.before_forward()  # a recipe that was set holds from this step on
+            if trains and not any(observer.in_shape_inference for observer in self._observers.values()):
+                self._rest_until_step_ends()
             return None
         found = self._of(weight, trains)
         if found is not None and is_of_cuda_graph():
             found.leave_out()
             return None
         if found is not None and found.begin(x, weight, trains):
+            self._begun.append(found)
             return found
         return None
+
+    def _rest_until_step_ends(self) -> None:
+        """Record the recipes that were set, which hold from this step on; be asked no more of it when nothing is left to do."""
+        for observer in self._observers.values():
+            observer.before_forward()
+        if self._is_on_cpu is None:
+            self._is_on_cpu = not all(recorder.is_on_gpu for recorder in self._recorders.values())
+        observers = self._observers.values()
+        is_searched = self._is_on_cpu and any(observer.settings.check_finite is None for observer in observers)
+        if not is_searched and all(observer.deferred_release.is_empty for observer in observers):
+            linear_ops.OBSERVED.rest()
+
+    def _end_step(self, observer: Observer) -> None:
+        """Let go of what a watch's step has kept, and be asked again."""
+        if self._begun:
+            for recorder in self._begun:
+                if recorder.observer is observer:
+                    recorder.forget()
+            self._begun = [recorder for recorder in self._begun if recorder.observer is not observer]
+            self._is_on_cpu = None
+        linear_ops.OBSERVED.wake()
 
     def begin_backward(self, grad_output: Tensor, weight: Tensor) -> linear_ops.OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
@@ -125,7 +144,19 @@ class LinearOps:
     def _forget_addresses(self) -> None:
         self._at.clear()
         self._unknown.clear()
-        self._observers = {id(r.observer): r.observer for r in self._recorders.values()}
+
+    def _see_modules(self) -> None:
+        """Note which modules there are, and of which watches."""
+        self._forget_addresses()
+        before, self._observers = self._observers, {id(r.observer): r.observer for r in self._recorders.values()}
+        for key in self._observers.keys() - before.keys():
+            observer = self._observers[key]
+            self._end_steps[key] = partial(self._end_step, observer)
+            observer.on_end_step.append(self._end_steps[key])
+        for key in before.keys() - self._observers.keys():
+            before[key].on_end_step.remove(self._end_steps.pop(key))
+        self._is_on_cpu = None
+        linear_ops.OBSERVED.set(self if self._recorders else None)
 
 
 class LinearRecorder:
@@ -146,6 +177,11 @@ class LinearRecorder:
     def observer(self) -> Observer:
         """Observer of the watch."""
         return self._probe.observer
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """True if all its parameters are."""
+        return all(parameter.is_cuda for parameter in self._layer.parameters())
 
     @property
     def weight(self) -> Tensor | None:
