@@ -232,6 +232,11 @@ GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "16x1": (16, 1),
 }
 
+#: Tile of block scales that a tensor core of Blackwell reads: 32 lines of four rows of four, where row r is the (r // 32)th of
+#: line r % 32 (cuBLAS documentation, "1D block scaling factors layout").
+SWIZZLE = SWIZZLED_LINES, SWIZZLED_FOURS, SWIZZLED_COLUMNS = 32, 4, 4
+SWIZZLED_ROWS = SWIZZLED_LINES * SWIZZLED_FOURS
+
 #: The same granularity for the transposed tensor.
 TRANSPOSED: dict[str, str] = {
     name: next(other for other, o in GRANULARITIES.items() if o == (block[1], block[0])) for name, block in GRANULARITIES.items()

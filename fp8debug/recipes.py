@@ -24,7 +24,9 @@ SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor", "pow2_amax_ceil", "pow2_ev
 ALGOS = ("max", "most_recent")
 TENSOR_SCALES = ("none", "tensor", "row")
 ROUNDINGS = ("nearest", "stochastic")
-HADAMARDS = (0, 16)
+#: Size of the Hadamard transform of NVFP4 (arXiv 2509.25149, section 4.2).
+HADAMARD = 16
+HADAMARDS = (0, HADAMARD)
 #: Values of a cast's fields that are names; ``format`` has those of ``FORMATS`` that hold data.
 _CHOICES: dict[str, Iterable[str]] = {
     "granularity": GRANULARITIES,
@@ -162,8 +164,8 @@ class Cast:
             raise UsageError(f"hadamard is {' or '.join(map(str, HADAMARDS))}, got {self.hadamard}")
         if self.hadamard and self.line is None:
             raise UsageError(f"hadamard needs blocks of one row or column, such as '1x16', got {self.granularity!r}")
-        if not 0 <= self.hadamard_signs < 2**16 or (self.hadamard_signs != HADAMARD_SIGNS and not self.hadamard):
-            raise UsageError(f"hadamard_signs is for hadamard=16, from 0 to 65535, got {self.hadamard_signs}")
+        if not 0 <= self.hadamard_signs < 2**HADAMARD or (self.hadamard_signs != HADAMARD_SIGNS and not self.hadamard):
+            raise UsageError(f"hadamard_signs is for hadamard={HADAMARD}, from 0 to {2**HADAMARD - 1}, got {self.hadamard_signs}")
 
     def _check_scale_format(self) -> None:
         stored = SCALE_FORMATS[self.scale_format]
@@ -515,7 +517,7 @@ def _nvfp4() -> Recipe:
     for gemm, tensor in OPERAND_SITES:
         changes: dict[str, Any] = {"granularity": "16x16"} if tensor is TensorRole.WEIGHT else {}
         changes |= {"rounding": "stochastic"} if tensor is TensorRole.GRAD_OUTPUT else {}
-        changes |= {"hadamard": 16} if gemm is Gemm.WGRAD else {}
+        changes |= {"hadamard": HADAMARD} if gemm is Gemm.WGRAD else {}
         casts[gemm, tensor] = replace(tile, **changes)
     return Recipe("nvfp4", casts)
 

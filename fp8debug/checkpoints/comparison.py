@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8debug.formats import FORMATS
+from fp8debug.formats import FORMATS, SWIZZLE, SWIZZLED_COLUMNS, SWIZZLED_FOURS, SWIZZLED_LINES, SWIZZLED_ROWS
 
 Array = np.ndarray[Any, Any]
 
@@ -271,7 +271,7 @@ def _patterns(has: Array, needs: Array) -> Iterator[tuple[str, Array, tuple[int,
         for columns in (0, 1, -1, 2, -2):
             if (rows or columns) and abs(rows) < has.shape[0] and abs(columns) < has.shape[1]:
                 yield "shifted", _displaced(has, rows, columns), (rows, columns)
-    if has.shape[0] >= 128 and has.shape[1] % 4 == 0:
+    if has.shape[0] >= SWIZZLED_ROWS and has.shape[1] % SWIZZLED_COLUMNS == 0:
         for name in ("swizzled", "unswizzled"):
             yield name, _retiled(has, is_swizzled=name == "swizzled"), (0, 0)
 
@@ -291,11 +291,12 @@ def _retiled(values: Array, *, is_swizzled: bool) -> Array:
     The tiles of 128x4 are those of :func:`fp8debug.checkpoints.layouts.base.unswizzled`.
     """
     out = np.full(values.shape, np.nan)
-    rows, columns = values.shape[0] // 128 * 128, values.shape[1]
+    rows, columns = values.shape[0] // SWIZZLED_ROWS * SWIZZLED_ROWS, values.shape[1]
+    down, across = rows // SWIZZLED_ROWS, columns // SWIZZLED_COLUMNS
     if is_swizzled:
-        tiles = values[:rows].reshape(rows // 128, columns // 4, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+        tiles = values[:rows].reshape(down, across, *SWIZZLE).transpose(0, 3, 2, 1, 4)
     else:
-        tiles = values[:rows].reshape(rows // 128, 4, 32, columns // 4, 4).transpose(0, 3, 2, 1, 4)
+        tiles = values[:rows].reshape(down, SWIZZLED_FOURS, SWIZZLED_LINES, across, SWIZZLED_COLUMNS).transpose(0, 3, 2, 1, 4)
     out[:rows] = tiles.reshape(rows, columns)
     return out
 

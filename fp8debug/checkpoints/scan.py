@@ -266,7 +266,8 @@ def second_level(weight: Weight) -> float | None:
     value = float(values[0]) if values.size else float("nan")
     if weight.tensor_scale_as == "divisor":
         return 1 / value if value else float("inf")
-    return value / (448.0 * 6.0) if weight.tensor_scale_as == "amax" else value
+    # The largest code of the data under the largest of a block scale is the amax.
+    return value / (FORMATS[weight.format].max * FORMATS["e4m3fn"].max) if weight.tensor_scale_as == "amax" else value
 
 
 def effective_scales(weight: Weight) -> Array:

@@ -18,11 +18,11 @@ from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS, Fallback
 from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
 from fp8debug.formats import FORMATS, GRANULARITIES
-from fp8debug.recipes import Cast
+from fp8debug.recipes import Cast, get_recipe
 from fp8debug.rules import RULES, Finding, Severity
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import measured_costs
-from fp8debug.types import OPERANDS, Gemm, parse_share
+from fp8debug.types import OPERANDS, Gemm, TensorRole, parse_share
 
 #: How far above what healthy operands give an error may lie before it counts. Rounding errors of tokens that are nearly equal
 #: repeat, and add up instead of averaging out: 3.6 dB in a head at a plateau [measured]. No published basis.
@@ -31,7 +31,11 @@ EXPLAINED_DB = 6.0
 #: published basis: a layer that does a hundredth of the damage is not the one to pay for).
 MATERIAL_STEPS, MATERIAL_SHARE = 3, 0.01
 #: The rung above FP4 and FP6: MXFP8, whose units lie beside theirs (Blackwell), or tiles of 128 where the run has such FP8.
-RUNGS = {32: Cast(granularity="1x32", scale_rounding="pow2_ceil"), 128: Cast(granularity="1x128", scale_rounding="pow2_ceil")}
+RUNGS = {
+    size: cast
+    for size, name in ((32, "mxfp8"), (128, "blockwise_pow2"))
+    if (cast := get_recipe(name).casts[Gemm.FPROP, TensorRole.INPUT]) is not None
+}
 #: What of FP4's gain over BF16 a GEMM in FP8 gives back: at the units' peak rates FP4 takes a quarter of BF16's time and FP8
 #: half, (1/2 - 1/4) / (1 - 1/4).
 RUNG_COST = 1 / 3

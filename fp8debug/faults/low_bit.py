@@ -12,17 +12,24 @@ from torch import Tensor, nn
 from fp8debug.errors import UsageError
 from fp8debug.faults.base import FAULTS, Fault, Key, Ordinary, Target, distort, quantized
 from fp8debug.faults.wholerun import this_rank
-from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS, Format, block_shape
+from fp8debug.formats import (
+    FORMATS,
+    GRANULARITIES,
+    SCALE_FORMATS,
+    SWIZZLED_COLUMNS,
+    SWIZZLED_FOURS,
+    SWIZZLED_LINES,
+    SWIZZLED_ROWS,
+    Format,
+    block_shape,
+)
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.kernels.reference import as_cast_reads, block_amax, round_to_format, uniform
 from fp8debug.linear import Fp8Linear
 from fp8debug.metrics import Source
 from fp8debug.metrics.base import spread
-from fp8debug.recipes import HADAMARD_SIGNS, Cast, get_recipe
+from fp8debug.recipes import HADAMARD, HADAMARD_SIGNS, Cast, get_recipe
 from fp8debug.types import Quantized, TensorRole
-
-#: Rows and columns of scales that a tensor core of Blackwell reads as one tile: 32 lines of four rows of four.
-_TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 
 def _sites(where: Target, holds: Callable[[Key, Cast], bool], what: str) -> list[Key]:
@@ -96,8 +103,10 @@ def _hadamard_signs(where: Target) -> Callable[[], None]:
         other = replace(cast, hadamard_signs=signs)
         return (quantized(ordinary(x, other))[0] if this_rank() >= rank else quantized(ordinary(x, cast))[0]), cast
 
-    if signs >= 2**16 or signs == HADAMARD_SIGNS:
-        raise UsageError(f"signs of {where.name}: hadamard_signs takes 16 bits, other than those of the recipe, got {signs}")
+    if signs >= 2**HADAMARD or signs == HADAMARD_SIGNS:
+        raise UsageError(
+            f"signs of {where.name}: hadamard_signs takes {HADAMARD} bits, other than those of the recipe, got {signs}"
+        )
     keys = _sites(where, lambda key, cast: key[1] is role and cast.hadamard > 0, f"a Hadamard transform of its {role}")
     return distort(where, change, *keys)
 
@@ -170,11 +179,11 @@ def _swizzled(where: Target) -> Callable[[], None]:
         is_turned = cast.line == 0
         lines = grid.t() if is_turned else grid
         rows, columns = lines.shape
-        tiles, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_COLUMNS)
-        padded = lines.new_ones(tiles * _TILE_ROWS, across * _TILE_COLUMNS)
+        tiles, across = -(-rows // SWIZZLED_ROWS), -(-columns // SWIZZLED_COLUMNS)
+        padded = lines.new_ones(tiles * SWIZZLED_ROWS, across * SWIZZLED_COLUMNS)
         padded[:rows, :columns] = lines
-        tiled = padded.reshape(tiles, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
-        read = tiled.reshape(tiles * _TILE_ROWS, across * _TILE_COLUMNS)[:rows, :columns]
+        tiled = padded.reshape(tiles, SWIZZLED_FOURS, SWIZZLED_LINES, across, SWIZZLED_COLUMNS).permute(0, 3, 2, 1, 4)
+        read = tiled.reshape(tiles * SWIZZLED_ROWS, across * SWIZZLED_COLUMNS)[:rows, :columns]
         return Quantized(q.data, (read.t() if is_turned else read).contiguous()), cast
 
     def holds(key: Key, cast: Cast) -> bool:

@@ -43,7 +43,7 @@ from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, OF_TORCH_DTYPE, SCALE_FORMATS, Format, block_shape
 from fp8debug.metrics import METRICS, Metric, Pair, Source, derive
 from fp8debug.metrics.base import blocked, spread
-from fp8debug.recipes import HADAMARD_SIGNS, Cast
+from fp8debug.recipes import HADAMARD, HADAMARD_SIGNS, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -504,8 +504,6 @@ _NUM_ROUNDS = 10
 _RANDOM_BITS = 24
 #: Bits of the NaN that stands for all of them.
 _NAN_BITS = 0x7FC00000
-#: Size of the transform.
-HADAMARD = 16
 
 
 def philox(counter: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from fp8debug.rules.reading.traces import traces
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: The largest values of the formats in use: those of FORMATS and E4M3 fnuz (AMD MI300), 240.
-_MAXIMA = (*sorted(f.max for f in FORMATS.values() if not f.scale_only), 240.0)
+#: The largest values of the formats in use.
+_MAXIMA = tuple(sorted({f.max for f in FORMATS.values() if not f.scale_only}))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.interception.listener import GemmOperand
-from fp8debug.formats import FORMATS
+from fp8debug.formats import FORMATS, SWIZZLE, SWIZZLED_COLUMNS, SWIZZLED_ROWS, block_shape
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.recipes import Cast
 
@@ -27,7 +27,6 @@ FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 E8M0 = getattr(torch, "float8_e8m0fnu", None)
 #: torchao's ScaleCalculationMode as a rounding of the scale.
 SCALE_MODES = {"floor": "pow2_floor", "rceil": "pow2_ceil", "ceil": "pow2_amax_ceil", "even": "pow2_even"}
-_TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 
 def unpacked(data: Tensor) -> Tensor:
@@ -58,11 +57,11 @@ def unswizzled(scales: Tensor, rows: int, columns: int) -> Tensor:
     Raises:
         ValueError: it does not hold whole tiles of such a grid.
     """
-    down, across = -(-rows // _TILE_ROWS), -(-columns // _TILE_COLUMNS)
-    if scales.numel() != down * across * _TILE_ROWS * _TILE_COLUMNS:
+    down, across = -(-rows // SWIZZLED_ROWS), -(-columns // SWIZZLED_COLUMNS)
+    if scales.numel() != down * across * SWIZZLED_ROWS * SWIZZLED_COLUMNS:
         raise ValueError(f"{scales.numel()} swizzled scales are not those of {rows}x{columns} blocks, padded to tiles of 128x4")
-    tiles = scales.as_strided((scales.numel(),), (1,)).view(torch.uint8).reshape(down, across, 32, 4, 4)
-    grid = tiles.permute(0, 3, 2, 1, 4).reshape(down * _TILE_ROWS, across * _TILE_COLUMNS)
+    tiles = scales.as_strided((scales.numel(),), (1,)).view(torch.uint8).reshape(down, across, *SWIZZLE)
+    grid = tiles.permute(0, 3, 2, 1, 4).reshape(down * SWIZZLED_ROWS, across * SWIZZLED_COLUMNS)
     return grid[:rows, :columns].view(scales.dtype)
 
 
@@ -107,7 +106,7 @@ def side_of_blocks(data: Tensor, scales: Tensor, tensor_scale: Tensor | None = N
     """
     cast = block_cast(data, scales, has_tensor_scale=tensor_scale is not None)
     values = unpacked(data) if FORMATS[cast.format].bits == 4 else data
-    rows, blocks = values.shape[0], -(-values.shape[1] // (16 if cast.granularity == "1x16" else 32))
+    rows, blocks = values.shape[0], -(-values.shape[1] // block_shape(cast.granularity, *values.shape)[1])
     if is_swizzled:
         grid = unswizzled(scales, rows, blocks)
     elif scales.shape == (rows, blocks):

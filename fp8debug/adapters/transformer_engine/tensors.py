@@ -29,12 +29,12 @@ from torch import Tensor
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.interception.listener import GemmOperand
 from fp8debug.adapters.interception.scale_layouts import power_of_two, unpacked, unswizzled
-from fp8debug.formats import FORMATS
+from fp8debug.formats import FORMATS, block_shape
 from fp8debug.kernels.reference import FORMAT_OF
-from fp8debug.recipes import HADAMARD_SIGNS, Cast
+from fp8debug.recipes import HADAMARD, HADAMARD_SIGNS, Cast
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-_BLOCK, _MX_BLOCK, _NV_BLOCK = 128, 32, 16
+_BLOCK, _MX_BLOCK, _NV_BLOCK = (block_shape(name, 1, 1)[1] for name in ("1x128", "1x32", "1x16"))
 _NVFP4 = {"NVFP4TensorStorage", "NVFP4TensorRef"}
 _KNOWN_DTYPES: dict[object, torch.dtype] = {}  # by the library's own
 _NAMES: dict[type, frozenset[str]] = {}
@@ -232,7 +232,7 @@ def _nvfp4_cast(quantizer: Any, columnwise: bool, *, four_over_six: bool, is_row
         scale_format="e4m3fn",
         tensor_scale="row" if is_row_scaled else "tensor",
         rounding="stochastic" if getattr(quantizer, "stochastic_rounding", False) else "nearest",
-        hadamard=16 if has_transform else 0,
+        hadamard=HADAMARD if has_transform else 0,
         hadamard_signs=0 if has_transform and not has_signs else HADAMARD_SIGNS,
         four_over_six=four_over_six,
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8debug.checkpoints.codes import OF_DTYPE, decoded, is_float, table
 from fp8debug.checkpoints.files import Checkpoint, Tensor
-from fp8debug.formats import FORMATS, format_named
+from fp8debug.formats import FORMATS, SWIZZLE, SWIZZLED_COLUMNS, SWIZZLED_ROWS, format_named
 from fp8debug.registry import Registry
 
 Array = np.ndarray[Any, Any]
@@ -116,9 +116,11 @@ def unswizzled(values: Array, batch: int, rows: int, columns: int) -> Array:
     Each tile of 128 rows and 4 columns holds 32 groups of 16: row r, column c lies at ``(r % 32) * 16 + (r // 32) * 4 + c``
     (cuBLAS documentation, "1D block scaling factors layout").
     """
-    row_tiles, column_tiles = -(-rows // 128), -(-columns // 4)
-    tiles = values.reshape(batch, row_tiles, column_tiles, 32, 4, 4).transpose(0, 1, 4, 3, 2, 5)
-    return np.ascontiguousarray(tiles.reshape(batch, row_tiles * 128, column_tiles * 4)[:, :rows, :columns])
+    row_tiles, column_tiles = -(-rows // SWIZZLED_ROWS), -(-columns // SWIZZLED_COLUMNS)
+    tiles = values.reshape(batch, row_tiles, column_tiles, *SWIZZLE).transpose(0, 1, 4, 3, 2, 5)
+    return np.ascontiguousarray(
+        tiles.reshape(batch, row_tiles * SWIZZLED_ROWS, column_tiles * SWIZZLED_COLUMNS)[:, :rows, :columns]
+    )
 
 
 class Layout(ABC):

@@ -9,6 +9,7 @@ from math import log2
 from fp8debug.checkpoints.comparison import Comparison, fits, gain_beside_cast, is_factor, is_wrong
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
 from fp8debug.checkpoints.scan import WeightFacts
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -97,7 +98,12 @@ def _is_inverse(ratio: float, facts: WeightFacts) -> bool:
 
 
 #: Ratios that have a name, and their inverses.
-_NAMED = {2.0: "fnuz codes read as fn, or the reverse", 448 / 240: "448 / 240, fn against fnuz maxima", 128.0: "57344 / 448"}
+_E4M3, _E4M3FNUZ, _E5M2 = (FORMATS[name].max for name in ("e4m3fn", "e4m3fnuz", "e5m2"))
+_NAMED = {
+    2.0 ** (FORMATS["e4m3fnuz"].bias - FORMATS["e4m3fn"].bias): "fnuz codes read as fn, or the reverse",
+    _E4M3 / _E4M3FNUZ: f"{_E4M3:g} / {_E4M3FNUZ:g}, fn against fnuz maxima",
+    _E5M2 / _E4M3: f"{_E5M2:g} / {_E4M3:g}",
+}
 
 
 def _named(ratio: float, fmt: str) -> str:
