@@ -107,17 +107,6 @@ def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: 
     )
 
 
-def code_grid_of(table: pa.Table, modules: list[str]) -> tuple[list[str], Ints, Ints, States]:
-    """Return rows of (module, cell, step, code, state) as modules, the steps of cells, codes (-1 for null) and states."""
-    present, rows, index, steps = _places(table, modules)
-    codes = np.full((len(present), len(steps)), -1, dtype=np.int32)
-    found = np.full(codes.shape, MISSING, dtype=np.int8)
-    own, known = known_floats(table, "code")
-    codes[rows, index] = np.where(known, own, -1)
-    found[rows, index] = ints(table, "state")
-    return present, steps, codes, found
-
-
 def states(table: pa.Table, name: str) -> States:
     """Return a column of states without nulls as int8."""
     return ints(table, name).astype(np.int8)

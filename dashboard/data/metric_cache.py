@@ -7,38 +7,33 @@ from it all the same; :func:`build` takes seconds and runs in the background. It
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from fp8debug import Run
 from fp8debug.types import Gemm, Reference, TensorRole
 
 from . import health as healths
-from .arrays import doubles, ints, known_floats
+from .arrays import ints, known_floats
 from .healthy_ranges import CLIPS_LITTLE, ROW_BITS, badness, kind_of
-from .nonfinite import COUNTS, FINITE, LOST_SQL, MISSING, NAN, STATE_SQL, States, has_nonfinite
+from .nonfinite import COUNTS, FINITE, MISSING, NAN, States, has_nonfinite
 from .records import Floats, Ints
-from .row_kinds import bits_sql
+from .site_rows import Key, keys_of, known_cells, read_rows, severities_of_rows
 
 #: The metrics that are kept, the ones that pages show unasked first; a run of 100 million rows has room for four.
 METRICS = ("sqnr_db", "scale_inv_mean_log2", "headroom", "gain", "underflow_rate", "overflow_rate", "cosine", "amax")
-#: Room for all blocks, and the rows that are read at a time.
-MAX_BYTES, ROWS_AT_ONCE = 29 << 26, 1_000_000
+#: Room for all blocks.
+MAX_BYTES = 29 << 26
 #: Sites that are told apart: a run has some tens.
 MAX_KEYS = 4096
 #: Stands where a site has no value: NaN is one.
 NOTHING = np.finfo(np.float32).min
-_GEMMS, _TENSORS, _REFERENCES = ([member.value for member in kind] for kind in (Gemm, TensorRole, Reference))
-
-#: (gemm, tensor, cast name, reference, running) of a site.
-Key = tuple[str, str, str, str, bool]
-_COLUMNS = ("gemm", "tensor", "cast_name", "reference", "actual")
+_KNOWN = tuple({member.value for member in kind} for kind in (Gemm, TensorRole, Reference))
 
 
 class MetricSeries(NamedTuple):
@@ -64,7 +59,7 @@ class MetricCache:
         states: of ``nonfinite``, int8 ``[keys, steps, modules]``; None for a run without NaN and Inf.
         bits: of ``row_kinds``, in units of ``CLIPS_LITTLE``, uint8 ``[keys, steps, modules]``; None where none of their metrics
             was recorded.
-        health: numbers of ``health.severity_sql`` plus one, 0 where there is none, uint16 ``[keys, steps, modules]``; None
+        health: numbers of ``health.severity_numbers`` plus one, 0 where there is none, uint16 ``[keys, steps, modules]``; None
             where none of its metrics was recorded.
     """
 
@@ -132,7 +127,7 @@ class MetricCache:
         """Return the worst health of each module and ``width`` steps, as ``queries.health`` asks for it.
 
         Returns:
-            The modules and the first step of each cell that have a value; numbers of ``health.code_sql`` (-1 for none) and
+            The modules and the first step of each cell that have a value; codes of the health (-1 for none) and
             states, ``[modules, cells]``.
         """
         assert self.health is not None
@@ -157,12 +152,7 @@ class MetricCache:
             codes, states = np.maximum.reduceat(codes, begins), np.maximum.reduceat(states, begins)
         else:
             begun = steps
-        there = states >= FINITE
-        modules, cells = np.flatnonzero(there.any(axis=0)), np.flatnonzero(there.any(axis=1))
-        chosen = np.ix_(cells, modules)
-        states = np.where(there, states, np.int8(MISSING))
-        names = [self.modules[m] for m in modules.tolist()]
-        return names, begun[cells].astype(np.int32), codes[chosen].T.copy(), states[chosen].T.copy()
+        return known_cells(self.modules, begun, codes, states)
 
     def lines(self, module: str, metric: str, first: int, width: int) -> list[MetricSeries]:
         """Return the lines of a module that have a value, in the order of ``data.several_traces``."""
@@ -232,7 +222,7 @@ def build(path: Path) -> MetricCache | None:
     """
     run = Run(path)
     modules = list(dict.fromkeys(str(m["fqn"]) for m in run.modules))
-    keys = _keys(run)
+    keys = [key for key in keys_of(run) if all(key[i] in known for i, known in zip((0, 1, 3), _KNOWN, strict=True))]
     sampled = np.array([step for step in run.sampled_steps if step is not None], dtype=np.int32)
     shape = (len(keys), len(sampled), len(modules))
     num = int(np.prod(shape))
@@ -241,71 +231,20 @@ def build(path: Path) -> MetricCache | None:
         return None
     judged = [name for name in healths.METRICS if run.has(name)]
     health = np.zeros(shape, np.uint16) if judged else None
-    kinds = np.array([kind_of(*key[:4]) for key in keys], np.int32)
     bits = np.zeros(shape, np.uint8) if any(run.has(name) for name in ROW_BITS) else None
     blocks = {name: np.full(shape, NOTHING, np.float32) for name in metrics}
     states = np.zeros(shape, np.int8) if has_nonfinite(run) else None
-    for table in _read(run, modules, keys, list(dict.fromkeys([*metrics, *judged])), sampled, states is not None):
+    for table in read_rows(run, modules, keys, list(dict.fromkeys([*metrics, *judged])), sampled):
         place = ints(table, "c"), np.searchsorted(sampled, ints(table, "step")), ints(table, "m")
         for name in metrics:
             values, known = known_floats(table, name)
             if states is not None and name not in COUNTS:
                 known &= ints(table, "lost") == 0
             blocks[name][place] = np.where(known, values, NOTHING)
-        of_rows = kinds[place[0]]
         if bits is not None:
-            found = ints(table, "bits")
-            bits[place], of_rows = found // CLIPS_LITTLE, of_rows + found
+            bits[place] = ints(table, "bits") // CLIPS_LITTLE
         if health is not None:
-            worst = np.full(table.num_rows, -1, np.int32)
-            for name in judged:
-                own = doubles(table, name)
-                if states is not None:
-                    own[ints(table, "lost") > 0] = np.nan
-                np.maximum(worst, healths.severity_numbers(name, own, of_rows), out=worst)
-            health[place] = worst + 1
+            health[place] = severities_of_rows(table, judged, keys) + 1
         if states is not None:
             states[place] = ints(table, "state")
     return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states, bits=bits, health=health)
-
-
-def _keys(run: Run) -> list[Key]:
-    columns = ", ".join(_COLUMNS)
-    known = " AND ".join(f"{name} IS NOT NULL" for name in ("module", "step", *_COLUMNS))
-    rows = run.sql(f"SELECT DISTINCT {columns} FROM raw WHERE {known} ORDER BY {columns}").to_pylist()
-    ours = [row for row in rows if row["gemm"] in _GEMMS and row["tensor"] in _TENSORS and row["reference"] in _REFERENCES]
-    return [(row["gemm"], row["tensor"], row["cast_name"], row["reference"], row["actual"]) for row in ours]
-
-
-def _read(
-    run: Run,
-    modules: Sequence[str],
-    keys: Sequence[Key],
-    metrics: Sequence[str],
-    sampled: Ints,
-    with_states: bool,
-) -> Iterator[pa.Table]:
-    """Yield rows of m, step, c, the metrics and bits, state and lost if asked for, some steps at a time."""
-    casts = list(dict.fromkeys(key[2] for key in keys))
-    lists = (_GEMMS, _TENSORS, casts, _REFERENCES, ["false", "true"])
-    code, of_key = "0", [0] * len(keys)
-    for i, (name, known) in enumerate(zip(_COLUMNS, lists, strict=True)):
-        code = f"({code} * {len(known)} + {_place(name, known)})"
-        places = [known.index(str(key[i]).lower() if name == "actual" else str(key[i])) for key in keys]
-        of_key = [n * len(known) + place for n, place in zip(of_key, places, strict=True)]
-    cases = " ".join(f"WHEN {n} THEN {c}" for c, n in enumerate(of_key))
-    values = ", ".join(f"TRY_CAST({name} AS {'DOUBLE' if name in healths.METRICS else 'FLOAT'}) AS {name}" for name in metrics)
-    values += f", {STATE_SQL} AS state, CAST({LOST_SQL} AS INTEGER) AS lost" if with_states else ""
-    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values}"
-    at_once = max(1, ROWS_AT_ONCE * len(sampled) // max(1, run.num_rows))
-    for begin in range(0, len(sampled), at_once):
-        part = sampled[begin : begin + at_once]
-        within = f"step BETWEEN {part[0]} AND {part[-1]}"
-        coded = f"{text}, {bits_sql(run, within=within)} AS bits FROM sites WHERE {within}"
-        yield run.sql(f"SELECT * FROM ({coded}) AS coded WHERE m + c IS NOT NULL")
-
-
-def _place(column: str, values: Sequence[str]) -> str:
-    """Return SQL for the place of a string column's value in a list: an enumeration looks up each word of a dictionary once."""
-    words = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
-    return f"CAST(enum_code(TRY_CAST(CAST({column} AS VARCHAR) AS ENUM({words}))) AS INTEGER)"

@@ -20,17 +20,18 @@ from fp8debug.metrics import derived_columns, slots
 from fp8debug.metrics.histogram import FIRST_LOG2
 
 from . import health as healths
-from .arrays import code_grid_of, floats, grid_of, ints, known_floats, states
+from .arrays import floats, grid_of, ints, known_floats, states
 from .healthy_ranges import badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
 from .row_kinds import kind_sql
-from .step_ranges import cell_width_of, sites_within, step_condition, step_range, width_of
+from .site_rows import Key, keys_of, worst_cells
+from .step_ranges import cell_width_of, sites_within, step_condition, step_range, steps_read, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
 
-    from .metric_cache import Key, MetricCache
+    from .metric_cache import MetricCache
 
 MAX_CELLS = 560
 MAX_POINTS = 600
@@ -152,19 +153,9 @@ def casts(run: Run, cache: MetricCache | None = None) -> list[tuple[str, bool]]:
             if reference == "operand":
                 running[name] = running.get(name, False) or actual
         return sorted(running.items(), key=lambda cast: (not cast[1], cast[0]))
-    return _casts(run, "TRUE")
-
-
-def casts_lately(run: Run) -> list[tuple[str, bool]]:
-    """Return the same of the first, a middle and the last sampled step: at once, however long the run."""
-    within = _lately(run)
-    return _casts(run, within) if within else []
-
-
-def _casts(run: Run, condition: str) -> list[tuple[str, bool]]:
     table = run.sql(
         "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM stats WHERE reference = 'operand'"
-        f" AND {condition} GROUP BY cast_name ORDER BY 2 DESC, 1"
+        " GROUP BY cast_name ORDER BY 2 DESC, 1"
     )
     return [(row["cast_name"], bool(row["running"])) for row in table.to_pylist()]
 
@@ -285,10 +276,10 @@ def health(
     """Return the health of modules over steps; a cell of several steps or sites holds the worst of them, and which it is.
 
     The arguments are those of :func:`heat`, and ``part`` of ``step_ranges.step_condition``. ``values`` are severities,
-    ``reasons`` the numbers of ``health.code_sql`` and ``sites`` what their last part means.
+    ``reasons`` the codes of ``health`` and ``sites`` what their last part means.
     """
     condition, values = where(site, cast)
-    modules, shown = [str(m["fqn"]) for m in run.modules], step_range(run, *steps)
+    shown = step_range(run, *steps)
     none = np.zeros((0, 0), np.float32)
     heat = Heat(
         metric=healths.HEALTH, unit="1", modules=(), steps=np.zeros(0, np.int32), values=none, kinds=none.astype(np.int32)
@@ -302,19 +293,10 @@ def health(
         names, cells, codes, found = cache.health_of(keys, first, last, width)
     else:
         within, _ = step_condition(run, first, last, is_thin, part)
-        keys = [(*key, True) for key in healths.keys_of(run, f"{condition} AND {within}", values)]
+        keys = keys_of(run, f"{condition} AND {within}", values)
         sites, apart = sites_within(run, first, last, is_thin, part)
-        cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
-        table = run.sql(
-            f"WITH kinds AS (SELECT *, {healths.kinds_sql(run, within)} FROM {sites} AND {condition}), picked AS ("
-            f"SELECT module, step, {healths.code_sql(run, [key[:4] for key in keys])} AS code,"
-            f" {state_sql(run, 'sqnr_db')} AS state FROM kinds)"
-            # Not WHERE: of rows that a condition keeps the engine would compute the number a second time.
-            f" SELECT module, {cell} AS cell, min(step) FILTER (WHERE code IS NOT NULL OR state > 0) AS step, max(code) AS code,"
-            f" max(state) AS state FROM picked GROUP BY module, {cell} HAVING max(code) IS NOT NULL OR max(state) > 0",
-            values,
-        )
-        names, cells, codes, found = code_grid_of(table, modules)
+        steps = steps_read(run, first, last, is_thin, part)
+        names, cells, codes, found = worst_cells(run, keys, steps, first, width, f"{sites} AND {condition}", values)
     return replace(
         heat,
         modules=tuple(names),

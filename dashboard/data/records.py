@@ -68,7 +68,7 @@ class Heat:
         values: float32 ``[modules, columns]``, NaN where nothing finite was recorded.
         states: of ``nonfinite``, int8 ``[modules, columns]``: tells NaN, Inf and what was not recorded apart.
         kinds: bits of ``envelopes``, int32 ``[modules, columns]``.
-        reasons: of a health, the numbers of ``health.code_sql``, int32 ``[modules, columns]``, negative where there is none.
+        reasons: of a health, the codes of ``health``, int32 ``[modules, columns]``, negative where there is none.
         sites: of a health, (gemm, tensor, reference) by their places in those numbers.
         steps_per_cell: how many steps one cell spans; above 1 it shows the worst of them.
         steps_apart: above 1 each so many-th sampled step was read.

@@ -28,7 +28,7 @@ def kind_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
     return KIND_SQL if bits == "0" else f"({KIND_SQL} + {bits})"
 
 
-def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
+def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE", has_zeros: bool | None = None) -> str:
     """Return SQL over ``sites`` for the bits of a row that a metric needs, or all metrics; 0 where there are none.
 
     Args:
@@ -36,15 +36,15 @@ def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
         metric: a column of ``ROW_BITS``; of another none is needed. All of them by default.
         within: SQL condition on the steps of the rows that it will be asked of; None where they are few, so that their
             histograms may be read without a look for inputs that need them.
+        has_zeros: whether :func:`inputs_with_zeros_sql` is true of any of them, where that is known.
     """
     wanted = {ROW_BITS.get(metric, 0)} if metric else set(ROW_BITS.values())
     found = []
-    if CLIPS_LITTLE in wanted and run.has("overflow_rate"):
+    if CLIPS_LITTLE in wanted and "overflow_rate" in run.columns:
         found.append(f"CASE WHEN coalesce({_clips_little(run)}, FALSE) THEN {CLIPS_LITTLE} ELSE 0 END")
-    if NO_CAUSE in wanted and (run.has("underflow_rate") or run.has("underflow_nonzero_rate")):
-        found.append(
-            f"CASE WHEN {_zeros_of(run)} > {limits.WARN_UNDERFLOW} AND NOT {_has_cause(run, within)} THEN {NO_CAUSE} ELSE 0 END"
-        )
+    if NO_CAUSE in wanted and _zero_rates(run):
+        has_cause = _has_cause(run, within, has_zeros)
+        found.append(f"CASE WHEN {_zeros_of(run)} > {limits.WARN_UNDERFLOW} AND NOT {has_cause} THEN {NO_CAUSE} ELSE 0 END")
     return f"({' + '.join(found)})" if found else "0"
 
 
@@ -60,22 +60,37 @@ def _clips_little(run: Run) -> str:
     return f"overflow_rate > 0 AND cast_name NOT LIKE '%pow2_floor%' AND ({headroom} <= {least} OR {few})"
 
 
+def _zero_rates(run: Run) -> list[str]:
+    return [name for name in ("underflow_nonzero_rate", "underflow_rate") if name in run.columns]
+
+
 def _zeros_of(run: Run) -> str:
-    names = [name for name in ("underflow_nonzero_rate", "underflow_rate") if name in run.columns]
-    return f"coalesce({', '.join(names)})"
+    return f"coalesce({', '.join(_zero_rates(run))})"
 
 
-def _has_cause(run: Run, within: str | None) -> str:
+def _has_enough(run: Run) -> str:
+    return f"coalesce({_column(run, 'num_underflow')}, {limits.MIN_UNDERFLOW_ELEMENTS}) >= {limits.MIN_UNDERFLOW_ELEMENTS}"
+
+
+def inputs_with_zeros_sql(run: Run) -> str:
+    """Return SQL over ``sites`` or ``stats`` of whether a row is an input with zeros: its histogram may tell of an outlier."""
+    if not _zero_rates(run):
+        return "FALSE"
+    return f"(gemm = 'fprop' AND tensor = 'input' AND {_has_enough(run)} AND {_zeros_of(run)} > {limits.WARN_UNDERFLOW})"
+
+
+def _has_cause(run: Run, within: str | None, has_zeros: bool | None) -> str:
     """Return SQL of whether a rule may name the cause of a row's zeros, never null."""
     zeros, headroom, sqnr = _zeros_of(run), _column(run, "headroom"), _column(run, "sqnr_db")
-    enough = f"coalesce({_column(run, 'num_underflow')}, {limits.MIN_UNDERFLOW_ELEMENTS}) >= {limits.MIN_UNDERFLOW_ELEMENTS}"
+    enough = _has_enough(run)
     is_fresh = f"coalesce({headroom}, 1) >= {limits.MAX_STALE_HEADROOM}"
     is_much = f"NOT ({_IS_BELOW_8_BITS} AND {zeros} < {limits.MAX_UNDERFLOW_LOW_BITS})"
     outlier = f"gemm = 'fprop' AND tensor = 'input' AND {is_fresh} AND {is_much}"
-    there = f"gemm = 'fprop' AND tensor = 'input' AND {enough} AND {zeros} > {limits.WARN_UNDERFLOW}"
-    asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {there} LIMIT 1"
+    asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {inputs_with_zeros_sql(run)} LIMIT 1"
+    if has_zeros is None:
+        has_zeros = within is None or run.memo(f"inputs with zeros {within}", lambda: bool(run.sql(asked).num_rows))
     # Histograms take as long to read as all else: only where an input has zeros.
-    if within is None or run.memo(f"inputs with zeros {within}", lambda: bool(run.sql(asked).num_rows)):
+    if has_zeros:
         outlier += f" AND {_has_outlier(run)}"
     stale = f"{_IS_DELAYED} AND {headroom} < {limits.MAX_STALE_HEADROOM} AND {sqnr} < {limits.MAX_STALE_SQNR_DB}"
     unequal = "gemm = 'dgrad' AND tensor = 'grad_output' AND cast_name LIKE '% 128x128 current%'"

@@ -6,7 +6,11 @@ from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fp8debug.store.stream import ROWS_PER_GROUP
+
+from .records import Ints
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -59,14 +63,29 @@ def step_condition(run: Run, first: int, last: int, is_thin: bool = False, part:
             row group of every rank to be unpacked, and these have no more than ``MOST_ROWS`` rows together.
         part: of these rows one in so many.
     """
-    sampled = [step for step in run.sampled_steps if step is not None and first <= step <= last] if is_thin else []
-    rows = max(ROWS_PER_GROUP * len(run.ranks), run.num_rows // max(1, len(run.sampled_steps)))
-    apart = -(-len(sampled) // max(FEWEST_READ, min(MOST_READ, MOST_ROWS // (part * rows))))
-    while apart > 1 and gcd(apart, turns_of(run)) > 1:  # or some modules would never have their turn in the steps that are read
-        apart += 1
+    apart = _apart(run, first, last, part) if is_thin else 1
     if apart <= 1:
         return f"step BETWEEN {first} AND {last}", 1
-    return f"step IN ({', '.join(map(str, sampled[(len(sampled) - 1) % apart :: apart]))})", apart
+    return f"step IN ({', '.join(map(str, steps_read(run, first, last, is_thin, part).tolist()))})", apart
+
+
+def steps_read(run: Run, first: int, last: int, is_thin: bool = False, part: int = 1) -> Ints:
+    """Return the sampled steps under :func:`step_condition`, ascending."""
+    sampled = _sampled(run, first, last)
+    apart = _apart(run, first, last, part) if is_thin else 1
+    return np.array(sampled[(len(sampled) - 1) % apart :: apart], dtype=np.int32)
+
+
+def _sampled(run: Run, first: int, last: int) -> list[int]:
+    return [step for step in run.sampled_steps if step is not None and first <= step <= last]
+
+
+def _apart(run: Run, first: int, last: int, part: int) -> int:
+    rows = max(ROWS_PER_GROUP * len(run.ranks), run.num_rows // max(1, len(run.sampled_steps)))
+    apart = -(-len(_sampled(run, first, last)) // max(FEWEST_READ, min(MOST_READ, MOST_ROWS // (part * rows))))
+    while apart > 1 and gcd(apart, turns_of(run)) > 1:  # or some modules would never have their turn in the steps that are read
+        apart += 1
+    return max(1, apart)
 
 
 def sites_within(run: Run, first: int, last: int, is_thin: bool = False, part: int = 1) -> tuple[str, int]:

@@ -104,10 +104,12 @@ def _layout(source: ServedFolder) -> Component:
         address = urlsplit(flask.request.referrer)
         asked: Asked = {"pathname": address.path, "search": f"?{address.query}" if address.query else "", "n": 1}
         view = parse(asked["pathname"], asked["search"])
-        return _shell(asked, screens.screen(asked, source), screens.live_text(view, source))
+        shell = _shell(asked, screens.screen(asked, source), screens.live_text(view, source))
     except Exception as error:  # without a layout the browser shows nothing at all; with the shell it asks for the page again
         print(f"fp8debug: the page did not come with the layout: {type(error).__name__}: {error}", file=sys.stderr)
         return _shell()
+    source.has_answered.set()
+    return shell
 
 
 def _in_browser(app: dash.Dash, function: str, *dependencies: Any) -> None:

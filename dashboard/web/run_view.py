@@ -288,13 +288,7 @@ class RunView:
             return self._kept.get(key)
 
     def casts(self) -> list[tuple[str, bool]]:
-        """Return (cast name, running) of every operand cast recorded, running ones first.
-
-        Of a large run those of a few steps until its main metrics are in memory.
-        """
-        if self.is_thin_health():
-            lately: list[tuple[str, bool]] = self.cache("casts lately", lambda: queries.casts_lately(self.run))
-            return lately
+        """Return (cast name, running) of every operand cast recorded, running ones first."""
         found: list[tuple[str, bool]] = self.cache("casts", lambda: queries.casts(self.run, self.metric_cache))
         return found
 

@@ -55,6 +55,19 @@ def come_ahead(source: ServedFolder) -> None:
     import_module(f"fp8debug_dashboard.pages.{'runs' if source.is_folder else 'overview'}")
 
 
+#: Seconds without a request after which nobody is taken to wait for the first page.
+IDLE_S = 1.0
+
+
+def go_ahead(source: ServedFolder) -> None:
+    """Read and import what the first click asks for: the browser takes as long to paint the first page."""
+    if not source.is_folder:
+        source.has_answered.wait(IDLE_S)
+        import_module("fp8debug_dashboard.pages.heatmap")
+        source.read_on()
+        import_rest()
+
+
 def import_rest() -> None:
     """Import what the pages that nobody has asked for yet need, so that the first click does not wait for it."""
     import_module("fp8debug.rules")

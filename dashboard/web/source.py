@@ -58,6 +58,7 @@ class ServedFolder:
         self._lock = threading.Lock()
         self._working: threading.Thread | None = None
         self._has_read = threading.Event()
+        self.has_answered = threading.Event()
         self._num_judged = 0
         self._verdicts: dict[str, Verdicts] = {}
         self._summaries: dict[str, tuple[str, Summary]] = {}
@@ -133,6 +134,14 @@ class ServedFolder:
             reads: list[Callable[[], object]] = [run_view.training, run_view.last_loss]
             for read in ([run_view.heat] if run_view.is_small else []) + reads:
                 read()
+
+    def read_on(self) -> None:
+        """Read what the first heatmap of a large run shows, so that the first click does not wait for it."""
+        with suppress(Fp8DebugError):
+            run_view = self.open(None)
+            if not run_view.is_small:
+                for read in (run_view.recorded, lambda: run_view.heat(at_once=True), run_view.casts):
+                    read()
 
     def load_cache(self, run_view: RunView) -> None:
         """Have a large run's table read into memory, unless it is being written; that of any other run is given back."""

@@ -59,6 +59,8 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
             collector.resume()
         if failures:
             server.shutdown()
+        else:
+            _go_ahead(source)
 
     try:
         # One after the other: the browser waits for the app first, and loads its scripts while the run is read.
@@ -116,6 +118,12 @@ def _come_ahead(source: ServedFolder) -> None:
     from .screens import come_ahead
 
     come_ahead(source)
+
+
+def _go_ahead(source: ServedFolder) -> None:
+    from .screens import go_ahead
+
+    go_ahead(source)
 
 
 def check_address(host: str, port: int) -> None:

@@ -179,7 +179,6 @@ def test_the_health_of_a_large_run_is_drawn_from_few_steps_then_from_all(tmp_pat
     source, view = ServedFolder(tmp_path / "run"), View("heatmap", None, {})
     found = source.open(None)
     assert "one of 8 sampled steps was read" in str(heatmap.parts(view, found)[0])
-    assert found.casts() == queries.casts(found.run), "of the first, a middle and the last step"
     with monkeypatch.context() as loading:
         loading.setattr(run_view.RunView, "is_loading_cache", True)
         assert heatmap.READING in str(heatmap.parts(view, found)[0])

@@ -14,7 +14,7 @@ import pytest
 
 from fp8debug import Run
 from fp8debug.errors import RunError, UnknownNameError
-from fp8debug_dashboard.pages import findings
+from fp8debug_dashboard.pages import findings, heatmap
 from fp8debug_dashboard.pages import module as module_page
 from fp8debug_dashboard.web import run_view as opened_module
 from fp8debug_dashboard.web import screens
@@ -23,6 +23,7 @@ from fp8debug_dashboard.web.source import QUIET_S, ServedFolder, file_stamp, is_
 from fp8debug_dashboard.web.triage_process import triage_in_process
 from fp8debug_dashboard.web.urls import View
 from tests.dashboard import samples
+from tests.synthetic import Override, Plan, write
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +190,34 @@ def test_the_health_of_a_large_run_is_known_before_and_after_its_table_is_in_mem
     large._loading_cache.join()
     assert large.metric_cache is not None and large.has_health()
     assert set(large.heat().modules) == set(before.modules)
+
+
+def test_a_cast_that_was_in_force_between_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first, a middle and the last sampled step were listed of a large run: others were in no menu."""
+    once = Override(slots={"cast_name": "e4m3fn tensorwise current"}, gemm="fprop", tensor="weight", steps=(20, 30))
+    write(tmp_path / "run", Plan(num_steps=100, every=10, overrides=[once]))
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    large = ServedFolder(tmp_path / "run").open(None)
+    assert ("e4m3fn tensorwise current", True) in large.casts()
+    assert "e4m3fn tensorwise current" in str(heatmap.layout(View("heatmap", None, {}), large))
+
+
+def test_what_the_first_click_on_a_large_run_asks_for_is_read_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser takes as long to paint the first page as the server to read the first heatmap."""
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(screens, "IDLE_S", 0.01)
+    source = ServedFolder(folder / "sick")
+    screens.go_ahead(source)
+    asked: list[str] = []
+    ask = Run.sql
+
+    def sql(self: Run, query: str, *params: Any) -> Any:
+        asked.append(query)
+        return ask(self, query, *params)
+
+    monkeypatch.setattr(Run, "sql", sql)
+    heatmap.layout(View("heatmap", None, {}), source.open(None))
+    assert [query for query in asked if "FROM steps" not in query] == []  # whether there are times and tokens
 
 
 def test_another_site_or_cast_of_a_module_asks_the_files_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
