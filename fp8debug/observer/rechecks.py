@@ -74,16 +74,18 @@ class GradientSumCheck:
     Autograd joins what one backward pass contributes before it touches ``weight.grad``; hence the sum of the passes before is
     compared when the next one begins, and that of all of them when an optimizer steps. Nothing is compared where the weight is no
     leaf, so that the gradient goes elsewhere; ``weight.main_grad`` counts for it where a program has that. After a step with one
-    pass another such is expected: what it adds is not copied, and if a second pass comes all the same, nothing is compared in
-    that step. A pass that does not add to ``weight.grad`` does not count: ``torch.autograd.grad``, as of gradient penalties, of
-    gradient surgery over several losses and of inner loops, or ``backward(inputs=...)`` without the weight.
+    pass that uses the weight once another such is expected: what it adds is not copied, and if a second pass comes all the same,
+    nothing is compared in that step. Of a single pass that uses the weight several times (a module that is called so often) the
+    sum of its uses is compared when an optimizer steps. A pass that does not add to ``weight.grad`` does not count:
+    ``torch.autograd.grad``, as of gradient penalties, of gradient surgery over several losses and of inner loops, or
+    ``backward(inputs=...)`` without the weight.
 
     Attributes:
         weight: the parameter, as the forward pass got it.
     """
 
     def __init__(self) -> None:
-        self._num_passes, self._is_one, self._weight = 0, False, None
+        self._num_passes, self._num_uses, self._is_one, self._weight = 0, 0, False, None
         self.clear()
 
     def clear(self) -> None:
@@ -91,14 +93,14 @@ class GradientSumCheck:
         self.weight: Tensor | None = None
         self._accumulator: Any = None  # the autograd node that adds to weight.grad, where it is known
         if self._num_passes:
-            self._is_one = self._num_passes == 1
+            self._is_one = self._num_passes == 1 and self._num_uses == 1
         self._restart()
 
     def _restart(self) -> None:
         """Forget the passes so far: an optimizer has used up what they gave."""
         self._sums: _Sums | None = None
         self._before: tuple[Sample, Tensor] | None = None  # what weight.grad held when the first pass began
-        self._num_passes, self._graph_task, self._state = 0, -1, (-1, -1)
+        self._num_passes, self._num_uses, self._graph_task, self._state = 0, 0, -1, (-1, -1)
         self._adds = True  # the pass under way adds to weight.grad
 
     def begin(self, weight: Tensor) -> None:
@@ -124,6 +126,8 @@ class GradientSumCheck:
             if self._adds:
                 found = self._begin_pass(self.weight, columns, gradient.shape)
             self._graph_task = task
+        if self._adds:
+            self._num_uses = 1 if is_new else self._num_uses + 1
         if self._adds and not self._is_one:
             new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
             if self._sums is None:
@@ -156,8 +160,13 @@ class GradientSumCheck:
 
     @property
     def is_known(self) -> bool:
-        """True if the step has had several passes whose sum is known, or began with a weight.grad that was not None."""
-        return self._before is not None or (self._num_passes > 1 and self._sums is not None)
+        """True if the step has had several passes or uses whose sum is known, or began with a weight.grad that was not None."""
+        return self._before is not None or (self._has_several and self._sums is not None)
+
+    @property
+    def _has_several(self) -> bool:
+        """True if the weight got several gradients: of passes, or of uses in the only one."""
+        return self._num_passes > 1 or (self._num_passes == 1 and self._num_uses > 1)
 
     def given(self, parameter: Tensor) -> Tensor | None:
         """Return what an optimizer that is about to step gets of the passes, and forget them.
@@ -168,7 +177,7 @@ class GradientSumCheck:
         Returns:
             float64, as ``GIVEN`` names them, NaN where one is not known; None where nothing can be compared.
         """
-        sums = self._sums if self._num_passes > 1 else None
+        sums, is_one_pass = self._sums if self._has_several else None, self._num_passes == 1
         before, is_own = self._before, parameter is self.weight
         self._restart()
         held = parameter.grad
@@ -180,11 +189,15 @@ class GradientSumCheck:
         found = [unknown if before is None else before[1], y.square().sum()]
         if sums is None:
             return torch.stack([*found, *[unknown] * (len(GIVEN) - len(found))])
-        parts = [x.double() for x in (sums.all, sums.since, sums.last, sums.first)]
-        return torch.stack([*found, *(v for x in parts for v in (x.square().sum(), (x * y).sum()))])
+        since, last, first = (None, sums.last_use, sums.first_use) if is_one_pass else (sums.since, sums.last, sums.first)
+        for part in (sums.all, since, last, first):
+            x = None if part is None else part.double()
+            found += [unknown, unknown] if x is None else [x.square().sum(), (x * y).sum()]
+        return torch.stack(found)
 
 
-#: What :meth:`GradientSumCheck.given` returns, in order: squares, and products with what the optimizer gets.
+#: What :meth:`GradientSumCheck.given` returns, in order: squares, and products with what the optimizer gets. Of a single pass the
+#: parts are its uses of the weight, and the sum since the gradient was emptied is not known.
 GIVEN = (
     *("sum_before2", "sum_given2", "sum_passes2", "sum_given_passes", "sum_since2", "sum_given_since"),
     *("sum_last2", "sum_given_last", "sum_first2", "sum_given_first"),
@@ -200,11 +213,13 @@ class _Sums:
         since: of those since ``weight.grad`` was found empty at the beginning of one.
         last: of the last pass.
         first: of the first.
+        last_use: the last gradient alone.
+        first_use: the first.
     """
 
     def __init__(self, columns: Sample, gradient: Tensor) -> None:
         self.columns, self._is_first = columns, True
-        self.all = self.since = self.last = self.first = gradient
+        self.all = self.since = self.last = self.first = self.last_use = self.first_use = gradient
 
     def meet(self, held: Tensor | None) -> None:
         """Begin a pass: note whether ``weight.grad`` still holds anything."""
@@ -213,7 +228,7 @@ class _Sums:
 
     def add(self, gradient: Tensor, begins: bool) -> None:
         """Add a gradient, the first of its pass or a further one."""
-        gradient = gradient.float()
+        gradient = self.last_use = gradient.float()
         self.all, self.since = self.all.float() + gradient, self.since.float() + gradient
         self.last = gradient if begins else self.last.float() + gradient
         if self._is_first:

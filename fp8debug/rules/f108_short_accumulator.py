@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import accumulator_floor_db, contracted_length
 from fp8debug.rules.reading.conditions import FP8_PRODUCTS, Condition, Conditions, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
+from fp8debug.types import Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 _COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate")
 #: The cure where no accumulator explains the result.
 _OF_KERNEL = "another kernel or backend for this GEMM; check which scales it reads, and in which layout; else BF16 for this GEMM"
+#: The same where there was nothing to sum.
+_OF_NOTHING = (
+    "zero the output buffer before the GEMM (torch.zeros, not torch.empty), or write zeros for a group without tokens; another"
+    " kernel or backend; else BF16 for this GEMM"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,9 @@ class ShortAccumulator(Rule):
         one sign and the loss adds up. A result farther off than 14 bits, the shortest accumulator in use, can lose over K
         products is reported as result-differs: the kernel, or what it was handed, is wrong (scales that it cuts, ignores or
         reads in another layout, rows that it never writes, an output buffer that something else writes to). A result that
-        is right where it is not zero has a cosine that is its norm ratio, which the message says.
+        is right where it is not zero has a cosine that is its norm ratio, which the message says. result-of-nothing: the exact
+        product is zero, as of an expert without tokens, and the result is not: no SQNR shows it, as there is no signal. What
+        fprop gives with a bias is not judged, of which rounding leaves a rest.
 
     Why it matters
         Hopper's FP8 tensor cores keep about 14 bits of a sum. Without promotion to FP32 every 128 elements, uniform
@@ -65,6 +74,9 @@ class ShortAccumulator(Rule):
           lie below 1/16 in tensors whose amax is below 28.
         - min_mixed_rows 0.005, min_parted_rows 0.9: share of wrong rows and of right ones, and of both together, where a
           kernel left rows out. No published basis.
+        - min_of_nothing 1e-30: of result-of-nothing, the largest element that counts. A product below FP32's smallest normal
+          value (1.2e-38) may be zero for one and not for the other.
+        - Seen in pytorch #172439 (result-of-nothing).
     """
 
     code = "F108"
@@ -85,6 +97,7 @@ class ShortAccumulator(Rule):
     max_norm_ratio: float = 16.0
     min_mixed_rows: float = 0.005
     min_parted_rows: float = 0.9
+    min_of_nothing: float = 1e-30
 
     @property
     def _look(self) -> Look:
@@ -92,9 +105,18 @@ class ShortAccumulator(Rule):
         conditions: Conditions = [Condition("sqnr_db", "<", self.warn_sqnr_db), "isfinite(sqnr_db)"]
         return look(conditions, _COLUMNS, rows=FP8_PRODUCTS, keys=keys)
 
+    @property
+    def _nothing(self) -> Look:
+        is_something = f"sum_x2 = 0 AND sum_err2 > 0 AND max_abs_err > {self.min_of_nothing}"
+        keys = "actual AND reference = 'exact'"
+        return Look(
+            f"{FP8_PRODUCTS} AND {is_something}", is_something, keys, ("max_abs_err", "sum_y2", "numel"), ("sum_x2 <= 0",)
+        )
+
     def looks(self) -> Iterable[Look]:
-        """Return the results far from the exact product."""
+        """Return the results far from the exact product, and those where it is zero."""
         yield self._look
+        yield self._nothing
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the results that lie far from the exact product."""
@@ -107,6 +129,26 @@ class ShortAccumulator(Rule):
                 yield self._differing(wrong, floor, length)
             elif trace.lasting(self.min_steps):
                 yield self._short(trace, length)
+        has_bias = {module["fqn"] for module in run.modules if module.get("bias")}
+        for trace in traces(run, self._nothing):
+            if trace.gemm != Gemm.FPROP or trace.module not in has_bias:
+                yield self._of_nothing(run, trace)
+
+    def _of_nothing(self, run: Run, trace: Trace) -> Finding:
+        row = trace.worst("max_abs_err")
+        query = (
+            "SELECT 1 AS one FROM sites WHERE actual AND reference = 'operand' AND numel = 0 AND step = ? AND module = ?"
+            " AND gemm = ? LIMIT 1"
+        )
+        is_empty = run.sql(query, [row["step"], trace.module, trace.gemm]).num_rows > 0
+        why = "as the module got no tokens" if is_empty else "as an operand is zero"
+        message = (
+            f"the {trace.gemm} {trace.tensor} is not zero at step {row['step']} ({len(trace.rows)} of"
+            f" {len(trace.sampled)} sampled steps; RMS {math.sqrt(row['sum_y2'] / row['numel']):.2g}), though the exact product"
+            f" of its operands is, {why}: the kernel never wrote its output, which holds what the buffer held before"
+        )
+        found = trace.finding(self, Severity.ERROR, message, value=row["max_abs_err"], threshold=self.min_of_nothing)
+        return replace(found, name="result-of-nothing", cure=_OF_NOTHING)
 
     def _differing(self, trace: Trace, floor: float, length: int | None) -> Finding:
         row = trace.least("sqnr_db")

@@ -19,6 +19,12 @@ _OF_TRANSPOSED = (
     "check how the transposed copy is made (transposition of FP8 data in the kernel, layout of its scales), and that each load"
     " and gather makes it anew; else BF16 for dgrad"
 )
+#: Where the values have the weight's size and nothing else in common with it from the first step on.
+_OF_ANOTHER_PLACE = (
+    "check which copy this GEMM is handed: another weight's, or its own transposed (a square weight fits both ways, as where the"
+    " results of a cast are unpacked in another order) or in another shard order; compare it with fp8debug.quantize() of the"
+    " weight; else BF16 for this module"
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class WeightCopyDiffers(OffWeightRule):
 
     Cure
         Quantize the parameters from the master weights after each gather and each load; compare shard order and padding; save
-        master weights, not FP8 copies; BF16 for this module until then.
+        master weights, not FP8 copies; BF16 for this module until then. Of values that have the weight's size and nothing else
+        of it from the first step on: look at which copy the GEMM is handed, another weight's or a transposed one.
 
     Thresholds
         - max_sqnr_db 27, max_cosine 0.999: as for F112; numerics.md, 4.
@@ -56,7 +63,7 @@ class WeightCopyDiffers(OffWeightRule):
           not the own from other faults; as in F112, which says where they come from. Set them for both.
         - max_rank_ratio 2: squared error of the FP8 weight on one rank over that on another, both of the same weight. No
           published basis: replicas of a healthy weight are equal to rounding.
-        - Seen in Megatron-LM #2272 and #6666.
+        - Seen in Megatron-LM #2272 and #6666, PaddleFleet #1523.
     """
 
     code = "F121"
@@ -86,7 +93,8 @@ class WeightCopyDiffers(OffWeightRule):
                 found = weight.trace.finding(
                     self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
                 )
-                yield replace(found, cure=_OF_TRANSPOSED) if weight.is_transposed_alone else found
+                cure = _OF_TRANSPOSED if weight.is_transposed_alone else _OF_ANOTHER_PLACE if weight.is_unrelated else self.cure
+                yield replace(found, cure=cure)
         if len(run.ranks) > 1:
             yield from self._between_ranks(run)
 

@@ -74,6 +74,8 @@ class OperandDiffers(Rule):
         scale; the histogram of magnitudes bounds how many lie there under the largest scale, the whole bin counted. Small
         values that are lost leave the SQNR as it is.
 
+        data-of-nothing: a tensor of zeros whose data are not: a cast gives zeros, and no SQNR shows it, as there is no signal.
+
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
         seen; rows that a kernel never wrote, wrong signs and stale buffers have no signature of their own.
@@ -116,6 +118,8 @@ class OperandDiffers(Rule):
         - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
           of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
+        - min_of_nothing 1e-30: of data-of-nothing, the largest element that counts: far above FP32's smallest normal value
+          (1.2e-38), so that a tensor that was flushed to zero once is none.
         - max_unrelated 0.1: cosine of data and tensor below which no positive scale explains values beyond it, as the message
           says: values that all clip keep E|x| over the RMS, 0.8 of Gaussian data and 0.3 where a tenth of the elements has
           all of the energy (closed form). The same of a tensor of another size, beyond max_foreign_ratio.
@@ -161,6 +165,7 @@ class OperandDiffers(Rule):
     early_steps: int = 4
     max_unmeasured_headroom: float = 8.0
     max_amax_floor: float = 1e-12
+    min_of_nothing: float = 1e-30
     max_unrelated: float = 0.1
     min_zero_rate: float = 0.9995
     max_inverse_headroom: float = 2.0**-3
@@ -212,6 +217,12 @@ class OperandDiffers(Rule):
         yield self._unscaled
         yield self._elements
         yield self._zeros
+        yield self._nothing
+
+    @property
+    def _nothing(self) -> Look:
+        is_something = f"sum_x2 = 0 AND sum_err2 > 0 AND max_abs_err > {self.min_of_nothing}"
+        return Look(f"{RUNNING} AND {is_something}", is_something, KEYS, ("max_abs_err", "sum_y2", "numel"), ("sum_x2 <= 0",))
 
     @property
     def _zeros(self) -> Look:
@@ -231,7 +242,8 @@ class OperandDiffers(Rule):
         holds_all = f"coalesce(headroom, 1) < {self.max_headroom}"
         # The rank with the largest error is beyond under its own scale, which is at most the largest.
         columns = (f"{_ELEMENT_ERROR} AS element_error", "gain", "cosine", "sqnr_db", "scale_inv_min", "scale_inv_max")
-        return Look(f"{RUNNING} AND {_OF_ELEMENTS} AND {holds_all} AND {beyond}", beyond, f"{KEYS} AND {_NEAREST}", columns)
+        rows = f"{RUNNING} AND sum_x2 > 0 AND {_OF_ELEMENTS} AND {holds_all} AND {beyond}"
+        return Look(rows, beyond, f"{KEYS} AND {_NEAREST}", columns)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
@@ -259,7 +271,19 @@ class OperandDiffers(Rule):
             trace = whole.where(lambda row, cast=whole.cast: self._unexplained(cast, row) > self.max_unexplained_rate)  # type: ignore[misc]  # bound now
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in named:
                 yield self._of_zeros(trace)
+        for trace in traces(run, self._nothing):
+            yield self._of_nothing(trace)
         yield from self._without_errors(run)
+
+    def _of_nothing(self, trace: Trace) -> Finding:
+        row = trace.worst("max_abs_err")
+        message = (
+            f"the {trace.gemm} {trace.tensor} is zero at step {row['step']} ({len(trace.rows)} of {len(trace.sampled)} sampled"
+            f" steps) and its FP8 data are not (RMS {math.sqrt(row['sum_y2'] / row['numel']):.2g}): the cast wrote nothing, or"
+            " the GEMM reads another tensor's data or older ones"
+        )
+        found = trace.finding(self, Severity.WARNING, message, value=row["max_abs_err"], threshold=self.min_of_nothing)
+        return replace(found, name="data-of-nothing")
 
     @staticmethod
     def _unexplained(cast: Cast | None, row: dict[str, Any]) -> float:

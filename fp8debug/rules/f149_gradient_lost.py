@@ -16,8 +16,8 @@ from fp8debug.types import Gemm, not_observed
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED = (
-    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined"),
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES = (
+    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined", "uses"),
 )
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
@@ -26,7 +26,7 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
-          _JOINED: "gradient-joined"}  # fmt: skip
+          _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -44,6 +44,8 @@ _CURES = {
     " overwrite_main_grad off)",
     _UNEQUAL: "check what touches weight.grad between the two microbatches: a hook, a scaler or a reduction over one rank that"
     " multiplies what is there already",
+    _USES: "check what splits or delays the weight gradient of a module that is called several times (a pipeline's separate wgrad"
+    " pass, a custom autograd function): each use has to be added once; without the split autograd does it",
     _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
     _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip), and a"
     " buffer that gradients share with gathered weights or an evaluation before the first microbatch",
@@ -71,8 +73,11 @@ class GradientLost(Rule):
         gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied weight.grad
         between them: a program that does may join the gradients of two losses as it likes),
         gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
-        one use's, and not as their sum), gradient-in-part (zeros where wgrad gave none, as a mask leaves them, which is
-        information), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A
+        one use's, and not as their sum; or of a module that is called several times in the only pass, it is one call's),
+        gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one call's
+        gradient than of the other's: one is counted twice, or scaled), gradient-in-part (zeros where wgrad gave none, as a
+        mask leaves them, which is information), gradient-scaled-at-step (the same multiple above 1 of the sum in all
+        modules). A
         gradient-joined, information: in a run of one rank, weight.grad has more than wgrad gave, in several modules that share
         no weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A
         common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
@@ -116,7 +121,7 @@ class GradientLost(Rule):
           smallest. Both are of samples of the elements, 3 % apart in RMS [measured]. No published basis.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
-        - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839.
+        - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839, pytorch #180952.
     """
 
     code = "F149"
@@ -170,7 +175,7 @@ class GradientLost(Rule):
                 found.setdefault(_KEPT, {}).setdefault(row["module"], []).append(row)
                 num_steps.setdefault(row["module"], self.min_steps)
         large = self._far_larger(run, found.get(_KEPT, {}))
-        for kind in (_EMPTY, _SINCE, _LAST, _FIRST, _KEPT, _UNEQUAL):
+        for kind in (_EMPTY, _SINCE, _LAST, _FIRST, _KEPT, _UNEQUAL, _USES, _ONE_USE):
             shown = {
                 module: ill
                 for module, ill in found.get(kind, {}).items()
@@ -178,7 +183,7 @@ class GradientLost(Rule):
             }
             yield from self._finding(run, kind, shown, places)
         known = {module for modules in found.values() for module in modules}
-        yield from self._scaled(run, rows, places)
+        yield from self._scaled(run, [row for row in rows if row["sum_since2"] is not None], places)
         yield from self._without(run, known, places)
         yield from self._of_one_use(run, known, places)
         yield from self._joined(run, known, places)
@@ -262,18 +267,25 @@ class GradientLost(Rule):
             return _EMPTY
         if _nmse(row["given2"], row["passes2"], row["given_passes"]) <= self.min_sum_nmse:
             return None
+        has_one_pass = row["sum_since2"] is None
         for kind, square, product in _PARTS:
             if row[square] and row[product] > 0 and _nmse(row["given2"], row[square], row[product]) < self.max_part_nmse:
-                return kind
+                return _ONE_USE if has_one_pass else kind
+        if has_one_pass:
+            return _USES if self._are_unequal(row) else None
         if not math.isclose(row["sum_since2"] or 0.0, row["passes2"], rel_tol=_SAME):
             return None
+        return _UNEQUAL if self._are_unequal(row) else None
+
+    def _are_unequal(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a gradient is a sum of two with another factor for each."""
         factors = self._factors(row)
-        return _UNEQUAL if factors is not None and abs(factors[0] / factors[1] - 1) > self.min_gain - 1 else None
+        return factors is not None and abs(factors[0] / factors[1] - 1) > self.min_gain - 1
 
     def _factors(self, row: Mapping[str, Any]) -> tuple[float, float] | None:
-        """Return a and b where a gradient is a times that of the first of two passes and b times that of the second.
+        """Return a and b where a gradient is a times that of the first of two passes, or uses, and b times that of the second.
 
-        Of two passes, first . last follows from the square of their sum. None where it is no such sum, or there are more passes.
+        Of two, first . last follows from the square of their sum. None where it is no such sum, or there are more passes.
         """
         x2, y2, xg, yg = (row[name] for name in ("sum_first2", "sum_last2", "sum_given_first", "sum_given_last"))
         if abs(xg + yg - row["given_passes"]) > _SAME * math.sqrt(row["given2"] * row["passes2"]):
@@ -359,8 +371,8 @@ class GradientLost(Rule):
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
-        severity = {_ABSENT: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING, _MASKED: Severity.INFO,
-                    _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
+        severity = {_ABSENT: Severity.WARNING, _USES: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING,
+                    _MASKED: Severity.INFO, _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
         others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]
@@ -392,13 +404,8 @@ class GradientLost(Rule):
         if kind == _SCALED:
             gain = row["given_passes"] / row["passes2"]
             return gain, self.min_gain, f"gets {gain:.3g} times the sum of the microbatches' gradients for the weight"
-        if kind == _ONE_USE:
-            others = ", ".join(row["others"])
-            return (
-                1.0,
-                self.max_use_error,
-                f"gets the gradient of {row['use']} alone, and none of {others}, for the shared weight",
-            )
+        if kind in (_ONE_USE, _USES):
+            return self._told_of_uses(kind, row)
         if kind == _KEPT:
             size = math.sqrt(row["before2"] / row["given2"]) if row["given2"] else math.inf
             was = f"still holds that of earlier steps when a step begins, {size:.2g} times its size at the end"
@@ -416,6 +423,19 @@ class GradientLost(Rule):
         part = {_SINCE: "the gradient of the passes after weight.grad was emptied", _LAST: "the gradient of the last pass",
                 _FIRST: "the gradient of the first pass"}[kind]  # fmt: skip
         return nmse, self.min_sum_nmse, f"steps with {part}, {share} of the sum of all by norm, for the weight"
+
+    def _told_of_uses(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
+        """Return the same of the uses of a weight, by several modules or by several calls of one."""
+        if kind == _USES:
+            a, b = self._factors(row) or (1.0, 1.0)
+            text = f"steps with {a:.3g} times the gradient of one use and {b:.3g} times that of the other, of the same pass, for"
+            return a / b, self.min_gain, f"{text} the weight"
+        if "use" not in row:
+            text = "steps with the gradient of one use alone, of several in the same backward pass, for the weight"
+            return _nmse(row["given2"], row["passes2"], row["given_passes"]), self.min_sum_nmse, text
+        others = ", ".join(row["others"])
+        text = f"gets the gradient of {row['use']} alone, and none of {others}, for the shared weight"
+        return 1.0, self.max_use_error, text
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that is already wrong between microbatches."""

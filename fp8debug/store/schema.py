@@ -199,13 +199,29 @@ UPDATES: tuple[Column, ...] = (
         "sum",
         "Sum of the squares of weight.grad as the optimizer gets it, there; null where other ranks add to it.",
     ),
-    Column("sum_passes2", "float64", "x^2", "sum", "There, of the FP32 sum of the gradients of all passes."),
+    Column(
+        "sum_passes2",
+        "float64",
+        "x^2",
+        "sum",
+        "There, of the FP32 sum of the gradients of all passes, or of all uses in one pass.",
+    ),
     Column("sum_given_passes", "float64", "x^2", "sum", "There, of weight.grad times that sum."),
-    Column("sum_since2", "float64", "x^2", "sum", "There, of the sum since weight.grad was last found empty."),
+    Column(
+        "sum_since2",
+        "float64",
+        "x^2",
+        "sum",
+        "There, of the sum since weight.grad was last found empty; null of a single pass, whose parts are uses of the weight.",
+    ),
     Column("sum_given_since", "float64", "x^2", "sum", "There, of weight.grad times that sum."),
-    Column("sum_last2", "float64", "x^2", "sum", "There, of the last pass's gradient."),
+    Column(
+        "sum_last2", "float64", "x^2", "sum", "There, of the last pass's gradient; of the last use's where there is one pass."
+    ),
     Column("sum_given_last", "float64", "x^2", "sum", "There, of weight.grad times that gradient."),
-    Column("sum_first2", "float64", "x^2", "sum", "There, of the first pass's gradient."),
+    Column(
+        "sum_first2", "float64", "x^2", "sum", "There, of the first pass's gradient; of the first use's where there is one pass."
+    ),
     Column("sum_given_first", "float64", "x^2", "sum", "There, of weight.grad times that gradient."),
 )
 

@@ -52,3 +52,30 @@ def test_the_node_of_a_leaf_is_looked_up_without_an_exception(monkeypatch: pytes
         assert rechecks.accumulator_of(other) is None
     with torch._C._AutoDispatchBelowAutograd():
         assert rechecks.accumulator_of(weight) is None
+
+
+@pytest.mark.parametrize(
+    ("calls", "compared"), [([2, 2], [True, True]), ([1, 2, 2], [False, False, True]), ([3, 1], [True, False])]
+)
+def test_uses_of_a_weight_in_one_pass_are_summed(calls: list[int], compared: list[bool], tmp_path: Path) -> None:
+    """What the optimizer gets is the sum of the uses, and no part of it; a use that is expected to stay alone is not copied."""
+    torch.manual_seed(0)
+    linear = fp8debug.convert(nn.Sequential(nn.Linear(32, 32)), "blockwise")
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1e-3)
+    with fp8debug.watch(linear, tmp_path / "run", every=1, what_if=()) as watch:
+        for count in calls:
+            x = torch.randn(8, 32)
+            for _ in range(count):
+                x = linear(x).tanh()
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step()
+    rows = fp8debug.Run(tmp_path / "run").sql("SELECT * FROM updates ORDER BY step").to_pylist()
+    assert [row["sum_passes2"] is not None for row in rows] == compared
+    for row, count in zip(rows, calls, strict=True):
+        if row["sum_passes2"] is not None:
+            assert row["sum_given2"] == pytest.approx(row["sum_passes2"]) == pytest.approx(row["sum_given_passes"])
+            assert row["sum_since2"] is None and 0 < row["sum_first2"] != row["sum_last2"] > 0
+            two = row["sum_given_first"] + row["sum_given_last"]
+            assert (two == pytest.approx(row["sum_given2"])) is (count == 2)

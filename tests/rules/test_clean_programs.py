@@ -246,8 +246,9 @@ def test_tables_of_three_dimensions_are_no_experts(name: str) -> None:
     assert stacks_of(module) == ["weight", "w13", "gate_up_proj", "post_weight", "relu_weight"]
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("judged", ["discriminator", "generator"])
-def test_gradients_of_another_models_loss_are_emptied_on_purpose(judged: str, tmp_path: Path) -> None:
+def test_gradients_of_another_models_loss_are_emptied_on_purpose(judged: str, joined: bool, tmp_path: Path) -> None:
     """The generator's loss gives the discriminator gradients, which the discriminator's own step begins by emptying."""
     torch.manual_seed(0)
     generator, discriminator = (
@@ -260,8 +261,10 @@ def test_gradients_of_another_models_loss_are_emptied_on_purpose(judged: str, tm
         for _ in range(12):
             real, noise = torch.randn(TOKENS, WIDTH) + 1, torch.randn(TOKENS, WIDTH)
             optimizers[1].zero_grad()
-            nn.functional.softplus(-discriminator(real)).mean().backward()
-            nn.functional.softplus(discriminator(generator(noise).detach())).mean().backward()
+            true = nn.functional.softplus(-discriminator(real)).mean()
+            false = nn.functional.softplus(discriminator(generator(noise).detach())).mean()
+            for loss in [true + 0.5 * false] if joined else [true, false]:
+                loss.backward()
             optimizers[1].step()
             optimizers[0].zero_grad()
             nn.functional.softplus(-discriminator(generator(noise))).mean().backward()

@@ -314,6 +314,38 @@ def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: 
     assert (finding.code, finding.name, finding.module, finding.value) == ("F149", "gradient-weighted", sick.CULPRIT, 2.0)
 
 
+ONE_PASS = {"sum_since2": None, "sum_given_since": None}
+#: One use counts twice; the optimizer gets one alone; three times both; as much again of something else, as of a tied embedding.
+TWICE = {"sum_given2": 5.0, "sum_given_passes": 3.0, "sum_given_last": 1.0, "sum_given_first": 2.0}
+ALONE = {"sum_given2": 1.0, "sum_given_passes": 1.0, "sum_given_last": 1.0, "sum_given_first": 0.0}
+THRICE = {"sum_given2": 18.0, "sum_given_passes": 6.0, "sum_given_last": 3.0, "sum_given_first": 3.0}
+TIED = {"sum_given2": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "severity"),
+    [
+        (TWICE, "gradient-of-uses-weighted", Severity.WARNING),
+        (ALONE, "gradient-of-one-use", Severity.ERROR),
+        ({}, None, None),
+        (THRICE, None, None),
+        (TIED, None, None),
+    ],
+)
+def test_a_module_that_is_called_twice_in_a_pass(
+    tmp_path: Path, row: dict[str, Any], name: str | None, severity: Severity | None
+) -> None:
+    found = triage(build(tmp_path / "run", updates=sick.given(sick.CULPRIT, **{**ONE_PASS, **row})))
+    assert [(f.name, f.module, f.severity) for f in found] == ([(name, sick.CULPRIT, severity)] if name else [])
+
+
+def test_a_factor_of_gradients_of_one_pass_is_no_finding(tmp_path: Path) -> None:
+    """Of several microbatches it is: who divides by their number twice undoes it so."""
+    assert list(triage(build(tmp_path / "run", updates=sick.given("*", **{**ONE_PASS, **THRICE})))) == []
+    (finding,) = triage(build(tmp_path / "passes", updates=sick.given("*", **{**THRICE, "sum_given_since": 6.0})))
+    assert finding.name == "gradient-scaled-at-step"
+
+
 @pytest.mark.parametrize(("size", "is_named"), [(1.0, True), (3e-4, False)])
 def test_a_gradient_on_top_of_something_far_larger_counts_at_one_step(tmp_path: Path, size: float, is_named: bool) -> None:
     """A buffer that gradients share with weights may hold them once; an older gradient of ordinary size does not count once."""

@@ -346,3 +346,37 @@ def test_zeros_that_the_magnitudes_do_not_explain(tmp_path: Path, rate: float, s
     # So many small values underflow in a sound cast, wherever their share lies.
     small = [Override(**INPUT, slots={"num_underflow": share(rate)})]
     assert [f.code for f in triage(build(tmp_path / "small", overrides=small))] == []
+
+
+NOTHING: dict[str, Any] = {
+    "sum_x2": 0.0, "sum_xy": 0.0, "sum_y2": 1e-4, "sum_err2": 1e-4, "max_abs_err": 2e-4, "num_zero": lambda row: row["numel"],
+}  # fmt: skip
+SOUND: dict[str, Any] = {**NOTHING, "sum_y2": 0.0, "sum_err2": 0.0, "max_abs_err": 0.0}
+
+
+@pytest.mark.parametrize(("numel", "why"), [(0, "as the module got no tokens"), (4096, "as an operand is zero")])
+def test_a_result_whose_exact_product_is_zero_is_zero(tmp_path: Path, numel: int, why: str) -> None:
+    """No SQNR shows it: there is no signal."""
+    product: dict[str, Any] = {**sick.GRADIENT, "reference": "exact", "steps": (40, 60)}
+    empty = Override(**{**WGRAD, "tensor": None, "reference": "operand", "steps": (40, 60)}, slots={**SOUND, "numel": numel})
+    (finding,) = triage(build(tmp_path / "run", overrides=[empty, Override(**product, slots=NOTHING)]))
+    assert (finding.code, finding.name, finding.module) == ("F108", "result-of-nothing", CULPRIT)
+    assert why in finding.message and "torch.zeros" in finding.cure and "2 of 10 sampled steps" in finding.message
+    sound = triage(build(tmp_path / "sound", overrides=[empty, Override(**product, slots=SOUND)]))
+    assert [f for f in sound if f.severity > "info"] == []
+    tiny = {**NOTHING, "max_abs_err": 1e-38}
+    assert "F108" not in {f.code for f in triage(build(tmp_path / "tiny", overrides=[empty, Override(**product, slots=tiny)]))}
+
+
+def test_what_rounding_leaves_of_a_bias_is_no_result_of_nothing(tmp_path: Path) -> None:
+    output = Override(**{**sick.OUTPUT, "reference": "exact"}, slots=NOTHING)
+    biased = {CULPRIT: {"bias": True}}
+    assert "F108" not in {f.code for f in triage(build(tmp_path / "bias", overrides=[output], module_entries=biased))}
+    assert "F108" in {f.code for f in triage(build(tmp_path / "run", overrides=[output]))}
+
+
+def test_data_of_a_tensor_of_zeros_are_zeros(tmp_path: Path) -> None:
+    zeros: dict[str, Any] = {**sick.DGRAD, "reference": "operand"}
+    found = triage(build(tmp_path / "run", overrides=[Override(**zeros, slots=NOTHING)]))
+    assert [(f.code, f.name, f.module, f.severity) for f in found] == [("F128", "data-of-nothing", CULPRIT, "warning")]
+    assert [f for f in triage(build(tmp_path / "sound", overrides=[Override(**zeros, slots=SOUND)])) if f.severity > "info"] == []

@@ -138,11 +138,13 @@ class OffWeight:
         trace: where and when.
         foreign: why it is taken for another weight's; empty for a stale one.
         is_transposed_alone: dgrad reads it so, and fprop's copy is right.
+        is_unrelated: from the first step on it has the weight's size and no direction in common with it.
     """
 
     trace: Trace
     foreign: str
     is_transposed_alone: bool
+    is_unrelated: bool
 
 
 def look_for_weights(limits: WeightLimits) -> Look:
@@ -199,7 +201,12 @@ def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
         reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, limits)
     alone = _have_fprop(run, {trace.module for trace in found} - wrong_in_fprop)
     return [
-        OffWeight(trace=trace, foreign=reasons[trace.module], is_transposed_alone=trace.gemm == "dgrad" and trace.module in alone)
+        OffWeight(
+            trace=trace,
+            foreign=reasons[trace.module],
+            is_transposed_alone=trace.gemm == "dgrad" and trace.module in alone,
+            is_unrelated=trace.rows[0]["step"] in starts and _is_unrelated(trace.rows[0], limits),
+        )
         for trace in found
     ]
 
@@ -286,6 +293,11 @@ def _starts(run: Run, first: int) -> frozenset[int]:
     return frozenset([first, *(step for at in resumed for step in [s for s in sampled if s >= at][:1])])
 
 
+def _is_unrelated(row: dict[str, Any], limits: WeightLimits) -> bool:
+    """Return whether values have the weight's size and no direction in common with it."""
+    return bool(abs(row["norm_ratio"] - 1) < limits.max_size_error and abs(row["cosine"]) < limits.max_unrelated)
+
+
 def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
     """Return why these are values of another weight or shard, not older ones of this; empty where nothing says so."""
     row: dict[str, Any] = trace.rows[0]
@@ -294,7 +306,7 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
         return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
     if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
         where = "it is so from the first step on, before any update could part them"
-        if abs(row["norm_ratio"] - 1) < limits.max_size_error and abs(row["cosine"]) < limits.max_unrelated:
+        if _is_unrelated(row, limits):
             where += (
                 f"; cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}: another weight's values (another expert's,"
                 " layer's or shard's), or its own in other places"

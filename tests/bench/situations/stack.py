@@ -109,7 +109,7 @@ class BlockLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., out_features]``."""
         out: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self)
-        out = out.reshape(*x.shape[:-1], -1)
+        out = out.reshape(*x.shape[:-1], len(self.weight))
         return out if self.bias is None else out + self.bias
 
 
