@@ -24,6 +24,8 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 #: How an event of kind ``skipped`` tells that a module is not recorded from its step on.
 NOT_WATCHED = "not watched any more"
+#: Its ``code``.
+NOT_WATCHED_CODE = "not-watched"
 
 
 def plain_name(fqn: str) -> str:
@@ -149,8 +151,18 @@ def parse_share(text: str | float, what: str = "") -> float:
 
 
 def not_observed(*gemms: Gemm) -> str:
-    """Return how an event tells that a backward pass ran without GEMMs that its module needs; F149 finds the event by it.
+    """Return how an event tells that a backward pass ran without GEMMs that its module needs.
 
-    Recorded runs hold this text, so that another one would leave them unread.
+    Runs of schema 4 and older have this text and no code, so that another one would leave them unread.
     """
     return f"no {', '.join(sorted(gemm.value for gemm in gemms))} was observed"
+
+
+def not_observed_code(*gemms: Gemm, in_fp8: bool = False) -> str:
+    """Return the ``code`` of such an event, as ``not-observed:dgrad,wgrad``.
+
+    Args:
+        gemms: those that the module needs.
+        in_fp8: whether they may have run in high precision, or the module may need none.
+    """
+    return f"not-observed{'-in-fp8' if in_fp8 else ''}:{','.join(sorted(gemm.value for gemm in gemms))}"

@@ -104,7 +104,7 @@ class Plan:
         overrides: slots to replace, applied in order.
         steps: columns of the ``steps`` table to replace, by step.
         rank_steps: columns of the ``steps`` table to replace on one rank, by rank and step.
-        events: (step, kind, module, message) of rank 0.
+        events: (step, kind, module, message) of rank 0, and a code where it has one.
         updates: columns of ``updates`` to replace in a healthy row, by sampled step and module; None for no rows at all.
         manifest: top-level keys of the manifest to replace.
         module_entries: keys of a module's entry in the manifest to replace, by FQN (adds the module when it is new).
@@ -122,7 +122,7 @@ class Plan:
     overrides: Sequence[Override] = ()
     steps: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     rank_steps: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
-    events: Iterable[tuple[int, str, str | None, str]] = ()
+    events: Iterable[tuple[Any, ...]] = ()
     updates: Callable[[int, str], Mapping[str, Any] | None] | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     module_entries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import torch
 
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, is_overridden, is_own_capture, ordinary_torch, untraced
-from fp8debug.types import NOT_WATCHED
+from fp8debug.types import NOT_WATCHED, NOT_WATCHED_CODE
 
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec
@@ -116,7 +116,8 @@ def _isolate(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Calla
                 return None
             probe.failed = True
             lines = str(error).splitlines() or [""]
-            probe.observer.report(probe.module, f"{NOT_WATCHED}: {type(error).__name__}: {lines[0]}"[:300], True)
+            text = f"{NOT_WATCHED}: {type(error).__name__}: {lines[0]}"[:300]
+            probe.observer.report(probe.module, text, True, NOT_WATCHED_CODE)
             return None
 
     return untraced(call)

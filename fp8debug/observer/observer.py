@@ -198,12 +198,11 @@ class Observer:
     Args:
         settings: what is sampled.
         sink: called with every finished step, in order, its scalars as numbers.
-        report: called with a module's FQN, what is wrong with it (``not watched any more: ...``) and whether to say it aloud.
+        report: called with a module's FQN, what is wrong with it (``not watched any more: ...``) and whether to say it aloud;
+            with the ``code`` of the event, where it has one.
     """
 
-    def __init__(
-        self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[[str, str, bool], None]
-    ) -> None:
+    def __init__(self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[..., None]) -> None:
         self.settings = settings
         self.report = report
         self.step = 0

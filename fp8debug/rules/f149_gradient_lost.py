@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
 from fp8debug.rules.reading.traces import percent
-from fp8debug.types import Gemm, not_observed
+from fp8debug.types import Gemm, not_observed, not_observed_code
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -344,7 +344,10 @@ class GradientLost(Rule):
 
     def _without_wgrad(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of weights that need a gradient, whose backward pass has no wgrad, and that never move."""
-        told = " OR ".join(f"message LIKE '%{not_observed(*gemms)}%'" for gemms in _WITHOUT_WGRAD)
+        told = " OR ".join(
+            f"code = '{not_observed_code(*gemms)}' OR code IS NULL AND message LIKE '%{not_observed(*gemms)}%'"
+            for gemms in _WITHOUT_WGRAD
+        )
         query = (
             "SELECT module, step, num_moved FROM updates WHERE num_grad IS NULL AND coalesce(lr, 1) > 0 AND module IN"
             f" (SELECT module FROM events WHERE kind = 'skipped' AND ({told}))"

@@ -16,12 +16,13 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 2: slots of choices, single rows, second reads and sums of gradients; inference_* columns of steps.
 # 3: shard of stats.
 # 4: slots of stochastic rounding and of the spread of scales; what an optimizer gets of a step's backward passes, in updates.
-SCHEMA_VERSION = 4
+# 5: code of events.
+SCHEMA_VERSION = 5
 
-#: How an event of kind ``recording`` tells that nothing is recorded from its step on.
-RECORDING_STOPPED = "recording stopped"
-#: Beginning of a note on an exception that ended the program.
-ENDED_BY = "ended by"
+#: How an event of kind ``recording`` tells that nothing is recorded from its step on, and its code.
+RECORDING_STOPPED, STOPPED_CODE = "recording stopped", "recording-stopped"
+#: Beginning of a note on an exception that ended the program, and its code.
+ENDED_BY, ENDED_CODE = "ended by", "program-ended"
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
@@ -238,6 +239,14 @@ EVENTS: tuple[Column, ...] = (
     ),
     Column("module", "string", "", "", "Fully qualified name of the module, if it concerns one."),
     Column("message", "string", "", "", "What happened, one sentence."),
+    Column(
+        "code",
+        "string",
+        "",
+        "",
+        "What happened, for programs: not-watched, recording-stopped, program-ended, not-observed:GEMMS (which the module needs),"
+        " not-observed-in-fp8:GEMMS; null for anything else, and in runs of schema 4 and older.",
+    ),
 )
 
 

@@ -17,7 +17,7 @@ from fp8debug.rules.f119_scale_grid import ScaleGrid
 from fp8debug.rules.f121_weight_copy import WeightCopyDiffers
 from fp8debug.rules.f124_outliers_with_depth import theil_sen
 from fp8debug.rules.reading.model_structure import fprop_inputs, is_routed, numbered
-from fp8debug.types import Gemm, not_observed
+from fp8debug.types import Gemm, not_observed, not_observed_code
 from tests.rules import sick_wholeruns as sick
 from tests.synthetic import MODULES, Override, build
 
@@ -366,7 +366,10 @@ def test_a_gradient_on_top_of_something_far_larger_counts_at_one_step(tmp_path: 
         (0, (Gemm.DGRAD,), False), (0, (), False),
     ],
 )  # fmt: skip
-def test_a_weight_whose_backward_pass_has_no_wgrad(tmp_path: Path, moved: int, told: tuple[Gemm, ...], is_named: bool) -> None:
+@pytest.mark.parametrize("has_code", [True, False])
+def test_a_weight_whose_backward_pass_has_no_wgrad(
+    tmp_path: Path, moved: int, told: tuple[Gemm, ...], is_named: bool, has_code: bool
+) -> None:
     """A frozen weight has none either, and the recorder says nothing of it."""
     none = {"num_grad": None, "num_moved": moved, "sum_grad2": None, "sum_update2": 0.0, "num_intended": None, "num_lost": None,
             "sum_intended2": None, "sum_intended_update": None}  # fmt: skip
@@ -374,9 +377,12 @@ def test_a_weight_whose_backward_pass_has_no_wgrad(tmp_path: Path, moved: int, t
     # As in runs that are recorded already.
     assert not_observed(Gemm.WGRAD) == "no wgrad was observed"
     assert not_observed(Gemm.DGRAD, Gemm.WGRAD) == "no dgrad, wgrad was observed"
+    event: tuple[Any, ...] = (0, "skipped", sick.CULPRIT, text)
+    if has_code:
+        event = (*event[:3], "in other words", not_observed_code(*told))
     findings = triage(
         build(
-            tmp_path / "run", events=[(0, "skipped", sick.CULPRIT, text)] if told else [],
+            tmp_path / "run", events=[event] if told else [],
             overrides=[Override(module=sick.CULPRIT, gemm="wgrad", slots={"numel": 0})],
             updates=lambda step, module: none if module == sick.CULPRIT else {},
         )

@@ -20,7 +20,7 @@ from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer, RowKey
 from fp8debug.observer.rechecks import WhatIfSlots
 from fp8debug.recipes import Cast
-from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
+from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole, not_observed_code
 
 
 @dataclass
@@ -94,7 +94,8 @@ class GroupProbe(SubLinearProbe):
                 self._weight_of(Gemm.DGRAD, turned, dgrad)
             self._compare(Gemm.DGRAD, grad, turned, dgrad, mine, self._sample(grad.shape[0], grad.device))
         if wgrad is None:
-            self.report_once("not recorded in full: no wgrad in FP8 was observed in its backward pass")
+            text = "not recorded in full: no wgrad in FP8 was observed in its backward pass"
+            self.report_once(text, not_observed_code(Gemm.WGRAD, in_fp8=True))
         else:
             self._wgrad(line.x, grad, wgrad, mine)
         if line.output is not None and self._output_key is not None:

@@ -28,7 +28,7 @@ from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward, WhatIfSlots
 from fp8debug.observer.sharding import TensorShard, layout_by_marks
 from fp8debug.recipes import Cast
-from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole, not_observed
+from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole, not_observed, not_observed_code
 
 #: (gemm, tensor, cast as far as the GEMM shows it) -> the cast that is in force there.
 CastOf = Callable[[Gemm, TensorRole, Cast], Cast]
@@ -437,7 +437,7 @@ class InterceptingProbe(Probe):
         call.grad_output = call.weight = call.shard = call.kept = call.known = None
         if has_gradient:
             for which in sorted(call.wanted - call.recorded):
-                self.report_once(f"not recorded in full: {not_observed(which)} in its backward pass")
+                self.report_once(f"not recorded in full: {not_observed(which)} in its backward pass", not_observed_code(which))
 
     def _fitting(self, which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
         """Return the GEMM as :func:`fitting` does; where its shapes fit both ways, as it ran in other modules of the class.
@@ -487,18 +487,20 @@ class InterceptingProbe(Probe):
             scale_inv = scale_inv[::16] if side.granularity == "1x16" else scale_inv[:, ::16]
         return Quantized(side.values, scale_inv), cast
 
-    def report_once(self, text: str) -> None:
-        """Report something of this module, the first time in the life of the watch."""
+    def report_once(self, text: str, code: str | None = None) -> None:
+        """Report something of this module, the first time in the life of the watch; the event's code tells programs."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, first_report(self.observer, text))
+            coded = () if code is None else (code,)
+            self.observer.report(self.module, text, first_report(self.observer, text), *coded)
 
     def _end_step(self) -> None:
         for call in self._unfinished:
             if call.grad_output is not None:
                 missing = call.wanted - call.recorded
                 if missing:
-                    self.report_once(f"not recorded in full: {not_observed(*missing)} before the step ended")
+                    text = f"not recorded in full: {not_observed(*missing)} before the step ended"
+                    self.report_once(text, not_observed_code(*missing))
         self._unfinished.clear()
 
 

@@ -166,11 +166,12 @@ class SubLinearProbe(Probe):
         """Call what belongs to the module as a whole; an error of ours ends the watch of this Linear and not the step."""
         method(*args)
 
-    def report_once(self, text: str) -> None:
-        """Report something of this Linear, the first time in the life of the watch."""
+    def report_once(self, text: str, code: str | None = None) -> None:
+        """Report something of this Linear, the first time in the life of the watch; the event's code tells programs."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, first_report(self.observer, text))
+            coded = () if code is None else (code,)
+            self.observer.report(self.module, text, first_report(self.observer, text), *coded)
 
 
 _REPORTED: WeakKeyDictionary[Observer, set[str]] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from fp8debug.observer.master_weights import follow_optimizers, master_weight
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Product
 from fp8debug.observer.rechecks import SavedForBackward
-from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole, not_observed
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole, not_observed, not_observed_code
 
 
 def recipe_in_force(module: Any) -> Any:
@@ -141,10 +141,12 @@ class TeProbe(SubLinearProbe):
         """Record a backward pass."""
         dgrad, wgrad = line.products.get(Gemm.DGRAD), line.products.get(Gemm.WGRAD)
         if line.grad_output is None or (dgrad is None and wgrad is None):
-            self.report_once("not recorded in full: no GEMM in FP8 was observed in its backward pass")
+            text = "not recorded in full: no GEMM in FP8 was observed in its backward pass"
+            self.report_once(text, not_observed_code(Gemm.DGRAD, Gemm.WGRAD, in_fp8=True))
             return
         if wgrad is None and self._trains():
-            self.report_once(f"not recorded in full: {not_observed(Gemm.WGRAD)} in its backward pass (delay_wgrad_compute?)")
+            text = f"not recorded in full: {not_observed(Gemm.WGRAD)} in its backward pass (delay_wgrad_compute?)"
+            self.report_once(text, not_observed_code(Gemm.WGRAD))
         self.backward(line.grad_output, line.weight, dgrad, wgrad, line.kept)
 
     def _trains(self) -> bool:

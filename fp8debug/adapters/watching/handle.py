@@ -41,7 +41,7 @@ from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transforme
 from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.observer import Observer, Settings
 from fp8debug.observer.optimizer_hooks import after_any_optimizer, before_any_optimizer, optimizers_under_way
-from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
+from fp8debug.store.schema import ENDED_BY, ENDED_CODE, RECORDING_STOPPED, STOPPED_CODE
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trackers.live import Live
 from fp8debug.types import Gemm, TensorRole
@@ -398,7 +398,7 @@ class Watch:
         if error is not None and not is_exit and not self._closed and not self._has_noted_end:
             self._has_noted_end = True
             text = f"{ENDED_BY} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self._writer.event(self._observer.step, "note", None, text[:300])
+            self._writer.event(self._observer.step, "note", None, text[:300], ENDED_CODE)
 
     def _close_at_exit(self) -> None:
         self.note_end(uncaught_exception())
@@ -584,7 +584,7 @@ class Watch:
         if not self._observer.is_off:
             self._observer.turn_off()
             text = f"{RECORDING_STOPPED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
-            say(self._writer, self._observer.step, text, kind="recording")
+            say(self._writer, self._observer.step, text, kind="recording", code=STOPPED_CODE)
 
     def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
         assert self._dumper is not None
@@ -593,12 +593,12 @@ class Watch:
     def _record_tokens(self, step: int, module: str, tokens: list[int]) -> None:
         self._writer.event(step, "tokens", module, json.dumps(tokens))
 
-    def _report(self, module: str, text: str, aloud: bool) -> None:
+    def _report(self, module: str, text: str, aloud: bool, code: str | None = None) -> None:
         text = f"{module} is {text}"
         if aloud:
-            say(self._writer, self._observer.step, text, module)
+            say(self._writer, self._observer.step, text, module, code=code)
         else:
-            self._writer.event(self._observer.step, "skipped", module, text)
+            self._writer.event(self._observer.step, "skipped", module, text, code)
 
     def _see_stage(self, number: int) -> None:
         """Note that a pipeline stage runs here; a rank other than 0 then says which modules it has."""
@@ -756,8 +756,15 @@ def uncaught_exception() -> BaseException | None:
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
-def say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:
+def say(
+    writer: RunWriter | None,
+    step: int,
+    text: str,
+    module: str | None = None,
+    kind: str = "skipped",
+    code: str | None = None,
+) -> None:
     """Report something skipped or dumped: once on stderr, and as an event."""
     print(f"fp8debug: {text}", file=sys.stderr)
     if writer is not None:
-        writer.event(step, kind, module, text)
+        writer.event(step, kind, module, text, code)

@@ -106,12 +106,12 @@ class StandbyWriter(RunWriter):
         if self._writer is not None:
             self._writer.updates(*args, **kwargs)
 
-    def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
+    def event(self, step: int | None, kind: str, module: str | None, message: str, code: str | None = None) -> None:
         """Keep an event, or write it."""
         if self._writer is not None:
-            self._writer.event(step, kind, module, message)
+            self._writer.event(step, kind, module, message, code)
         elif len(self._events) < KEPT_STEPS:
-            self._events.append((step, kind, module, message))
+            self._events.append((step, kind, module, message, code))
 
     def breathe(self) -> None:
         """Let other threads run, as the writer does."""

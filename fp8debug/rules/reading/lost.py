@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
-from fp8debug.types import NOT_WATCHED
+from fp8debug.store.schema import ENDED_BY, ENDED_CODE, RECORDING_STOPPED, STOPPED_CODE
+from fp8debug.types import NOT_WATCHED, NOT_WATCHED_CODE
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -59,15 +59,17 @@ def losses_of(run: Run) -> list[Lost]:
 def _read(run: Run) -> list[Lost]:
     query = (
         "SELECT rank, step, module, message FROM events WHERE"
-        " (kind = 'skipped' AND module IS NOT NULL AND message LIKE ?) OR (kind = 'recording' AND message LIKE ?)"
+        " (kind = 'skipped' AND module IS NOT NULL AND (code = ? OR code IS NULL AND message LIKE ?))"
+        " OR (kind = 'recording' AND (code = ? OR code IS NULL AND message LIKE ?))"
         " ORDER BY step NULLS FIRST, rank, module"
     )
+    told = [NOT_WATCHED_CODE, f"% is {NOT_WATCHED}: %", STOPPED_CODE, f"{RECORDING_STOPPED}: %"]
     found: dict[tuple[str | None, int], Lost] = {}
-    for row in run.sql(query, [f"% is {NOT_WATCHED}: %", f"{RECORDING_STOPPED}: %"]).to_pylist():
+    for row in run.sql(query, told).to_pylist():
         module, rank, step = row["module"], row["rank"] or 0, row["step"]
         step = run.steps_range[0] if step is None else step
-        before, _, reason = row["message"].partition(f"{NOT_WATCHED}: ")
-        reason = reason or before.removeprefix(f"{RECORDING_STOPPED}: ")
+        told, _, reason = row["message"].partition(": ")
+        reason = reason or told
         if (module, rank) not in found:
             found[module, rank] = Lost(module=module, rank=rank, step=step, until=_again(run, module, rank, step), reason=reason)
     return [*(list(found.values()) or _everything(run)), *_exceptions(run)]
@@ -75,10 +77,12 @@ def _read(run: Run) -> list[Lost]:
 
 def _exceptions(run: Run) -> list[Lost]:
     """Return the exceptions that ended the program on some rank; not one that a resumed part followed."""
-    query = "SELECT rank, step, message FROM events WHERE kind = 'note' AND step >= ? AND message LIKE ?"
-    query += " ORDER BY step, rank, message"
+    query = (
+        "SELECT rank, step, message FROM events WHERE kind = 'note' AND step >= ?"
+        " AND (code = ? OR code IS NULL AND message LIKE ?) ORDER BY step, rank, message"
+    )
     found: dict[int, Lost] = {}
-    for row in run.sql(query, [run.steps_range[1], f"{ENDED_BY} %: %"]).to_pylist():
+    for row in run.sql(query, [run.steps_range[1], ENDED_CODE, f"{ENDED_BY} %: %"]).to_pylist():
         reason = row["message"].removeprefix(f"{ENDED_BY} ").removesuffix(": ")
         if reason.partition(":")[0] not in _ON_PURPOSE:
             rank = row["rank"] or 0

@@ -21,7 +21,7 @@ from fp8debug.errors import RecordError
 from fp8debug.store import stream
 from fp8debug.store.columns import Message, OneRow
 from fp8debug.store.locations import refuse_to_write
-from fp8debug.store.schema import RECORDING_STOPPED, SCHEMA_VERSION, TABLES, arrow_schema
+from fp8debug.store.schema import RECORDING_STOPPED, SCHEMA_VERSION, STOPPED_CODE, TABLES, arrow_schema
 from fp8debug.store.write.batch import record_batch, row_batch
 from fp8debug.store.write.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
 from fp8debug.store.write.worker import Parts, Worker
@@ -218,17 +218,19 @@ class RunWriter:
     def _message(self, row: Mapping[str, Any]) -> Message | pa.RecordBatch:
         return self._step_row.message(row) or row_batch(self._schema("steps"), row)
 
-    def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
-        """Append one event; see the ``events`` table for the kinds."""
-        event = self._event(step, kind, module, message)
+    def event(self, step: int | None, kind: str, module: str | None, message: str, code: str | None = None) -> None:
+        """Append one event; see the ``events`` table for the kinds and codes."""
+        event = self._event(step, kind, module, message, code)
         if self._worker.is_current:
             self._put("events", event())
         else:
             self._append("events", event)
 
-    def _event(self, step: int | None, kind: str, module: str | None, message: str) -> Callable[[], pa.RecordBatch]:
+    def _event(
+        self, step: int | None, kind: str, module: str | None, message: str, code: str | None
+    ) -> Callable[[], pa.RecordBatch]:
         now = datetime.now(timezone.utc)
-        row = {"step": step, "rank": self.rank, "time": now, "kind": kind, "module": module, "message": message}
+        row = {"step": step, "rank": self.rank, "time": now, "kind": kind, "module": module, "message": message, "code": code}
         return lambda: row_batch(self._schema("events"), row)
 
     def update_manifest(self, changes: Mapping[str, Any], *, add: bool = False) -> None:
@@ -313,7 +315,8 @@ class RunWriter:
         if self.stopped is None:
             self._stop(reason or (str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"))
             with contextlib.suppress(Exception):
-                self._put("events", self._event(self._last_step, "recording", None, f"{RECORDING_STOPPED}: {self.stopped}")())
+                text = f"{RECORDING_STOPPED}: {self.stopped}"
+                self._put("events", self._event(self._last_step, "recording", None, text, STOPPED_CODE)())
 
     def _stop(self, reason: str, what: str = RECORDING_STOPPED) -> None:
         if self.stopped is None:

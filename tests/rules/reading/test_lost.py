@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -156,3 +157,32 @@ def test_a_run_of_its_first_step_is_not_judged_by_what_is_not_there_yet(tmp_path
     with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
         watch.step(loss=torch.ones(()))
     assert triage(tmp_path / "run").lost == []
+
+
+@pytest.mark.parametrize(
+    ("event", "module", "reason"),
+    [
+        ((8, "skipped", DOWN, f"{DOWN} is left out: {WHY}", "not-watched"), DOWN, WHY),
+        ((8, "recording", None, f"the end of it: {WHY}", "recording-stopped"), None, WHY),
+        ((99, "note", None, f"stopped by {WHY}", "program-ended"), None, f"stopped by {WHY}"),
+    ],
+)
+def test_what_was_lost_is_found_by_the_code_of_its_event(
+    tmp_path: Path, event: tuple[Any, ...], module: str | None, reason: str
+) -> None:
+    (lost,) = losses_of(build(tmp_path / "run", events=[event]))
+    assert (lost.module, lost.step, lost.reason, lost.ended) == (module, event[0], reason, event[1] == "note")
+    other = (*event[:4], "another-code")
+    assert losses_of(build(tmp_path / "other", events=[other])) == []
+    misleading = (*EVENT, "another-code")
+    assert losses_of(build(tmp_path / "words", events=[misleading])) == [], "words count where there is no code"
+
+
+def test_events_of_older_runs_have_words_alone(tmp_path: Path) -> None:
+    build(tmp_path / "run", events=[EVENT])
+    (part,) = (tmp_path / "run").glob("rank=*/events/*.parquet")
+    rows = pq.read_table(part)
+    pq.write_table(rows.drop_columns(["code"]), part)
+    run = Run(tmp_path / "run")
+    assert run.sql("SELECT code FROM events").to_pylist() == [{"code": None}]
+    assert [(lost.module, lost.step, lost.reason) for lost in losses_of(run)] == [(DOWN, 8, WHY)]
