@@ -112,7 +112,6 @@ class Sums:
     NAMES = ("x2", "xy", "y2", "error2", "own2", "x_own", "x_swapped", "ideal2", "far", "differing", "damaged", "compared")
 
     def __init__(self, number_format: str) -> None:
-        self.number_format = number_format
         self._totals = dict.fromkeys(self.NAMES, 0.0)
         self._refit2, self._num_blocks, self._num_bad, self._worst = 0.0, 0, 0, math.inf
         self._num_clipped = 0

@@ -93,6 +93,28 @@ class Target:
         return weight
 
 
+def run_as_others(where: Target, hint: str, default: str) -> Callable[[], None]:
+    """Turn a Linear in high precision into an Fp8Linear of the model's own recipe, or of the default; return how to undo it.
+
+    Raises:
+        UsageError: it runs in a low precision already; the message ends with the hint.
+    """
+    module = where.module
+    if isinstance(module, Fp8Linear) and not module.recipe.is_high_precision:
+        raise UsageError(f"{where.name} runs in {hint}")
+    others = [m.recipe for m in where.model.modules() if isinstance(m, Fp8Linear) and not m.recipe.is_high_precision]
+    assert isinstance(module, nn.Linear)
+    kind, attributes = type(module), dict(module.__dict__)
+    Fp8Linear.adopt(module, others[0] if others else default)
+
+    def undo() -> None:
+        module.__class__ = kind
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+
+    return undo
+
+
 class Clock:
     """Counts the optimizer steps of a model's parameters."""
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8debug.errors import UsageError
-from fp8debug.faults.base import FAULTS, Fault, Key, Ordinary, Target, distort, quantized
+from fp8debug.faults.base import FAULTS, Fault, Key, Ordinary, Target, distort, quantized, run_as_others
 from fp8debug.faults.wholerun import this_rank
 from fp8debug.formats import (
     FORMATS,
@@ -25,10 +25,9 @@ from fp8debug.formats import (
 )
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.kernels.reference import as_cast_reads, block_amax, round_to_format, uniform
-from fp8debug.linear import Fp8Linear
 from fp8debug.metrics import Source
 from fp8debug.metrics.base import spread
-from fp8debug.recipes import HADAMARD, HADAMARD_SIGNS, Cast, get_recipe
+from fp8debug.recipes import HADAMARD, HADAMARD_SIGNS, Cast
 from fp8debug.types import Quantized, TensorRole
 
 
@@ -206,20 +205,8 @@ def _not_low(where: Target) -> Callable[[], None]:
 
 def _last_layers(where: Target) -> Callable[[], None]:
     """Run a Linear that was to stay in BF16 in the recipe of the others, as a count of last layers that is off by one."""
-    module = where.module
-    if isinstance(module, Fp8Linear) and not module.recipe.is_high_precision:
-        raise UsageError(f"{where.name} runs in a low precision; plant this fault in a Linear that an override leaves in BF16")
-    others = [m.recipe for m in where.model.modules() if isinstance(m, Fp8Linear) and not m.recipe.is_high_precision]
-    assert isinstance(module, nn.Linear)
-    kind, attributes = type(module), dict(module.__dict__)
-    Fp8Linear.adopt(module, others[0] if others else get_recipe("nvfp4"))
-    module.fp8debug_request = "bf16"  # type: ignore[assignment]  # what the recipe says of it
-
-    def undo() -> None:
-        module.__class__ = kind
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-
+    undo = run_as_others(where, "a low precision; plant this fault in a Linear that an override leaves in BF16", "nvfp4")
+    vars(where.module)["fp8debug_request"] = "bf16"  # what the recipe says of it
     return undo
 
 

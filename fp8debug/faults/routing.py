@@ -6,27 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from fp8debug.errors import UsageError
-from fp8debug.faults.base import FAULTS, Fault, Target, undo_all
-from fp8debug.linear import Fp8Linear
+from fp8debug.faults.base import FAULTS, Fault, Target, run_as_others, undo_all
 
 
 def _unasked(where: Target) -> Callable[[], None]:
     """Turn a plain Linear into an Fp8Linear of the model's own recipe, as a filter that let it through would have."""
-    module = where.module
-    if isinstance(module, Fp8Linear) and not module.recipe.is_high_precision:
-        raise UsageError(f"{where.name} runs in FP8 already; plant this fault in a Linear that was left in high precision")
-    others = [m.recipe for m in where.model.modules() if isinstance(m, Fp8Linear) and not m.recipe.is_high_precision]
-    assert isinstance(module, nn.Linear)
-    kind, attributes = type(module), dict(module.__dict__)
-    Fp8Linear.adopt(module, others[0] if others else "blockwise")
-    vars(module).pop("fp8debug_request", None)
-
-    def undo() -> None:
-        module.__class__ = kind
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-
+    undo = run_as_others(where, "FP8 already; plant this fault in a Linear that was left in high precision", "blockwise")
+    vars(where.module).pop("fp8debug_request", None)
     return undo
 
 

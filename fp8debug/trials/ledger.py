@@ -84,8 +84,7 @@ class Trials:
         train: trains an arm; the script's own process by default.
 
     Attributes:
-        num_run: trainings done in this process.
-        seconds: what they took.
+        seconds: what the trainings done in this process took.
 
     Raises:
         UsageError: the folder holds trainings of another script or other arguments, or another process works in it.
@@ -93,7 +92,7 @@ class Trials:
 
     def __init__(self, folder: Path, script: Script, *, fresh: bool = False, train: Trainer | None = None) -> None:
         self.folder, self.script = folder, script
-        self.num_run, self.seconds = 0, 0.0
+        self.seconds = 0.0
         self._train = train or script.train
         self._known: dict[str, Trial] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +151,6 @@ class Trials:
         _renew(out)
         ending = self._train(arm, repeat, out)
         trial = self._known[key] = read_trial(arm, repeat, out, ending, self.script)
-        self.num_run += 1
         self.seconds += ending.seconds
         trials = {name: known.to_dict() for name, known in self._known.items()}
         write_json(self.folder / "trials.json", {"schema": SCHEMA, "identity": self.script.identity(), "trials": trials})

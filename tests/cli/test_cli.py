@@ -335,7 +335,6 @@ def test_no_colour_off_a_terminal(runs: Path) -> None:
 
 
 def test_run_hands_over_to_the_recording_half(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     done = _python("-m", "fp8debug_cli.main", "run", str(tmp_path / "missing.py"))
     assert done.returncode != 0
     assert "missing.py" in done.stderr

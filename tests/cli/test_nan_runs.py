@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 import fp8debug
 from tests.cli import nan_runs
 from tests.cli.said import Said

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import fsdp
 
 import fp8debug
 from tests.conditions import low_bit_job as job
@@ -18,7 +19,6 @@ GATHERED = [name for name in job.MODELS if name != "signs"]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all models in one job of two ranks."""
     pytest.importorskip("torchao.float8")
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp.FSDPModule, "set_custom_all_gather"):
         pytest.skip("this torch gathers through its process group alone")
     return launch("tests/conditions/low_bit_job.py", tmp_path_factory.mktemp("low_bit"))

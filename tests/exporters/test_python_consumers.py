@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from fp8debug.exporters import EXPORTERS
 from fp8debug.exporters.te_recipe import FACTORIES
@@ -155,9 +156,9 @@ def test_te_recipe_gives_each_gemm_its_precision(tmp_path: Path, monkeypatch: py
     # The library names no module by itself, and asks with an empty name for what it has not been told.
     with pytest.raises(ValueError, match=r"has no name; call name_modules\(model\) before the first forward pass"):
         made("", "input")
-    torch: Any = pytest.importorskip("torch")
     kind = type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear", "name": None})
-    plain, model = torch.nn.Linear(2, 2), torch.nn.Module()
+    plain: Any = torch.nn.Linear(2, 2)
+    model: Any = torch.nn.Module()
     model.module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([plain, torch.nn.Module()]), "experts": kind()})
     model.module.layers[1].mlp = kind()
     file["name_modules"](model)
@@ -195,7 +196,6 @@ def test_loongforge_decides_by_kind_and_names_who_goes_along(tmp_path: Path) -> 
 
 
 def _model(names: tuple[str, ...]) -> Any:
-    torch = pytest.importorskip("torch")
     model = torch.nn.Module()
     for name in names:
         *path, last = name.split(".")

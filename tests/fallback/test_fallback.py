@@ -9,12 +9,15 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
+import fp8debug
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback, apply, load_fallbacks, positional_prior, recommend
 from fp8debug.fallback.measured import expected_sqnr_db, result_errors
 from fp8debug.fallback.policy import RUNGS, best_within
+from fp8debug.linear import convert
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
 from fp8debug.rules.reading import prefilter
@@ -114,9 +117,6 @@ def test_it_climbs_to_tiles_where_the_run_has_them(tmp_path: Path) -> None:
 
 
 def test_a_rung_is_applied_and_recorded(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    import fp8debug
-
     torch.manual_seed(0)
     net = fp8debug.convert(torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 32)), "nvfp4")
     entry = Fallback(module="1", gemms=("fprop", "dgrad"), cast=RUNGS[32])
@@ -271,9 +271,6 @@ def test_what_is_no_fallback_list(tmp_path: Path) -> None:
 
 
 def test_apply_gives_gemms_their_casts() -> None:
-    torch = pytest.importorskip("torch")
-    from fp8debug.linear import convert
-
     layers: Any = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128), torch.nn.ReLU())
     model: Any = convert(layers, "blockwise", overrides={"1": "tensorwise_delayed"})
     current = Cast.parse("e4m3fn tensorwise current")
@@ -292,9 +289,6 @@ def test_apply_gives_gemms_their_casts() -> None:
 
 
 def test_apply_changes_nothing_when_an_entry_is_wrong() -> None:
-    torch = pytest.importorskip("torch")
-    from fp8debug.linear import convert
-
     model: Any = convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "blockwise", overrides={"1": None})
     before = model[0].recipe
     good = Fallback(module="0", gemms=("fprop",))

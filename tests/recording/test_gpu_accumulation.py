@@ -37,7 +37,6 @@ def recorded(path: Path, device: str, size: int, length: int, recipe: Any, steps
 
 @pytest.mark.parametrize(("device", "size"), DEVICES)
 def test_fast_accumulation_is_found_and_grows_with_the_contracted_dimension(device: str, size: int, tmp_path: Path) -> None:
-    pytest.importorskip("duckdb", reason="reading a run needs duckdb")
     found = {}
     for length in (4096, 16384):
         path = tmp_path / f"{length}"
@@ -55,7 +54,6 @@ def test_fast_accumulation_is_found_and_grows_with_the_contracted_dimension(devi
 @pytest.mark.parametrize("recipe", ["tensorwise_current", "blockwise"])
 @pytest.mark.parametrize(("device", "size"), DEVICES)
 def test_promotion_leaves_nothing_to_find(device: str, size: int, recipe: str, tmp_path: Path) -> None:
-    pytest.importorskip("duckdb", reason="reading a run needs duckdb")
     row = recorded(tmp_path / "run", device, size, 16384, recipe)
     assert row["sqnr_db"] > 50 and math.isclose(row["gain"], 1, abs_tol=2e-3)
     assert [f.code for f in fp8debug.triage(tmp_path / "run")] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from tests.bench.situations.stack import (
     BlockLinear,
     Cast,
     Model,
+    OwnKernel,
+    altered,
     fp8_gemm_nt,
-    library,
     train,
     values,
     with_fault,
@@ -71,51 +71,34 @@ def _short(model: nn.Module, path: Path, **options: Any) -> None:
 
 @_corruption(("wgrad", "grad_output"), codes=("F128",), words=("places", "permuted"))
 def permuted_columns(path: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) == ("wgrad", "grad_output"):
-                half = data.shape[1] // 2
-                data = torch.cat([data.view(torch.uint8)[:, half:], data.view(torch.uint8)[:, :half]], 1).view(E4M3)
-            return data, scales
+    @altered("wgrad", "grad_output")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        half = data.shape[1] // 2
+        return torch.cat([data.view(torch.uint8)[:, half:], data.view(torch.uint8)[:, :half]], 1).view(E4M3), scales
 
-    _short(with_fault(Fault), path)
+    _short(with_fault(fault), path)
 
 
 @_corruption(("fprop", "input"), codes=("F119", "F128", "F113"), words=("scale", "block"))
 def scale_of_the_neighbour_block(path: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            return data, scales.roll(1, 1) if (gemm, tensor) == ("fprop", "input") else scales
-
-    _short(with_fault(Fault), path)
+    _short(with_fault(altered("fprop", "input")(lambda x, data, scales: (data, scales.roll(1, 1)))), path)
 
 
 @_corruption(("fprop", "output"), codes=("F108",), words=("other data", "kernel"))
 def duplicated_block_of_k(path: Path) -> None:
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
-        if recipe == "stuck":
+        if recipe == "fprop":
             a, b = ((torch.cat([x.view(torch.uint8)[:, :128]] * 2 + [x.view(torch.uint8)[:, 256:]], 1).view(E4M3),
                      torch.cat([s[:, :1]] * 2 + [s[:, 2:]], 1)) for x, s in (a, b))  # fmt: skip
         fp8_gemm_nt(a, b, d)
 
-    class Fault(BlockLinear):
-        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe="stuck" if gemm == "fprop" else None)
-            return out
-
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = kernel
-    _short(model, path)
-    library()
+    _short(with_fault(OwnKernel), path, kernel=kernel)
 
 
 @_corruption(("fprop", "output"), codes=("F108",), words=("bits", "accumulator"))
 def sums_cut_to_bf16(path: Path) -> None:
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
-        if recipe != "short":
+        if recipe != "fprop":
             return fp8_gemm_nt(a, b, d)
         first, second = values(a), values(b)
         total = torch.zeros(len(first), len(second))
@@ -124,16 +107,7 @@ def sums_cut_to_bf16(path: Path) -> None:
         d.copy_(total)
         return None
 
-    class Fault(BlockLinear):
-        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe="short" if gemm == "fprop" else None)
-            return out
-
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = kernel
-    _short(model, path)
-    library()
+    _short(with_fault(OwnKernel), path, kernel=kernel)
 
 
 @_corruption(("fprop", "input"), codes=("F128", "F121"), words=("older version", "another tensor", "another version"))
@@ -239,17 +213,18 @@ def an_eighth_of_the_rows_unwritten_rowwise(path: Path) -> None:
     _short(model, path)
 
 
-def _native(recipe: str, change: Callable[[Tensor], Tensor], key: tuple[str, str], path: Path) -> None:
+def _native(recipe: str, change: Callable[[Tensor], Tensor], key: tuple[str, str], path: Path, *, of: str = "data") -> None:
+    """Train with the data, or the scale_inv, of one operand changed after its cast."""
     from fp8debug.faults.base import Clock, Target, distort
     from fp8debug.faults.base import quantized as known
-    from fp8debug.types import Gemm, Quantized, TensorRole
+    from fp8debug.types import Gemm, TensorRole
 
     model = Model(nn.Linear)
     fp8debug.convert(model, recipe, {"head": None})
 
     def corrupt(x: Tensor, cast: Any, ordinary: Any, options: dict[str, Any]) -> Any:
         q, cast = known(ordinary(x, cast))
-        return Quantized(change(q.data), q.scale_inv), cast
+        return q._replace(**{of: change(getattr(q, of))}), cast
 
     target = Target(model, model.get_submodule(DOWN), DOWN, 0, {}, Clock(model))
     distort(target, corrupt, (Gemm(key[0]), TensorRole(key[1])))
@@ -291,37 +266,10 @@ def last_rows_unwritten_delayed(path: Path) -> None:
 def rows_of_a_result_swapped(path: Path) -> None:
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
         fp8_gemm_nt(a, b, d)
-        if recipe == "swapped":
+        if recipe == "dgrad":
             d[:32] = d[32:64].clone()
 
-    class Swapped(BlockLinear):
-        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe="swapped" if gemm == "dgrad" else None)
-            return out
-
-    model = with_fault(Swapped)
-    vars(library())["fp8_gemm_nt"] = kernel
-    _short(model, path)
-    library()
-
-
-def _scales(recipe: str, change: Callable[[Tensor], Tensor], key: tuple[str, str], path: Path) -> None:
-    """Train with the scale_inv of one operand changed after its cast."""
-    from fp8debug.faults.base import Clock, Target, distort
-    from fp8debug.faults.base import quantized as known
-    from fp8debug.types import Gemm, Quantized, TensorRole
-
-    model = Model(nn.Linear)
-    fp8debug.convert(model, recipe, {"head": None})
-
-    def corrupt(x: Tensor, cast: Any, ordinary: Any, options: dict[str, Any]) -> Any:
-        q, cast = known(ordinary(x, cast))
-        return Quantized(q.data, change(q.scale_inv)), cast
-
-    target = Target(model, model.get_submodule(DOWN), DOWN, 0, {}, Clock(model))
-    distort(target, corrupt, (Gemm(key[0]), TensorRole(key[1])))
-    _short(model, path)
+    _short(with_fault(OwnKernel), path, kernel=kernel)
 
 
 @_corruption(("fprop", "weight"), codes=("F128", "F121"), words=("permuted", "places", "other"))
@@ -356,12 +304,12 @@ def exponents_off_by_one_in_half_the_blocks_mxfp8(path: Path) -> None:
         changed[:, ::2] *= 2
         return changed
 
-    _scales("mxfp8", change, ("fprop", "input"), path)
+    _native("mxfp8", change, ("fprop", "input"), path, of="scale_inv")
 
 
 @_corruption(("dgrad", "grad_output"), codes=("F113", "F128", "F119"), words=("scale", "factor"))
 def one_scale_for_all_rows_rowwise(path: Path) -> None:
-    _scales("rowwise", lambda scales: scales.mean().expand_as(scales).clone(), ("dgrad", "grad_output"), path)
+    _native("rowwise", lambda scales: scales.mean().expand_as(scales).clone(), ("dgrad", "grad_output"), path, of="scale_inv")
 
 
 @_corruption(("fprop", "weight"), codes=("F128", "F121", "F112"), words=("older", "version", "as it is now", "noise"))
@@ -391,7 +339,7 @@ def negative_values_lost_nvfp4(path: Path) -> None:
 
 @_corruption(("dgrad", "grad_output"), codes=("F113", "F128", "F119", "F147"), words=("scale", "factor"))
 def tensor_scale_applied_twice_nvfp4(path: Path) -> None:
-    _scales("nvfp4", lambda scales: scales * scales.max() / 448, ("dgrad", "grad_output"), path)
+    _native("nvfp4", lambda scales: scales * scales.max() / 448, ("dgrad", "grad_output"), path, of="scale_inv")
 
 
 @_corruption(("wgrad", "input"), codes=("F128",), words=("noise", "element", "rounds", "wrong"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8debug.rules import RULES, Severity, triage
 from tests.rules import sick_sites as sick
@@ -296,7 +297,6 @@ def test_scales_of_e5m2_under_codes_of_either_format(tmp_path: Path, headroom: f
 
 def test_no_finite_code_of_a_wider_format_is_read_as_the_largest_value() -> None:
     """F120 tells codes of another format from a clipped cast by it."""
-    torch = pytest.importorskip("torch")
     codes = torch.arange(256, dtype=torch.uint8)
     pairs = [("e5m2", "e4m3fn", 448), ("e5m2", "e4m3fnuz", 240), ("e4m3fn", "e4m3fnuz", 240)]
     for made, read, largest in pairs:

@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm, listener_of, nodes_between, version_of
-from fp8debug.adapters.interception.sublinears import CALLED, WHAT_IF_MODULES, first_report
+from fp8debug.adapters.interception.sublinears import CALLED, WHAT_IF_MODULES, report_once
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
 from fp8debug.formats import block_shape
@@ -105,7 +105,6 @@ class InterceptingProbe(Probe):
         self._listener = listener_of(observer)
         self._unfinished: list[ForwardCall] = []
         self._copies = False  # whether the program was seen to overwrite operands: from the next step on they are copied
-        self._reported: set[str] = set()
         self._trial = trial
         self._kind: type[nn.Module] | None = None
         self._parameter: Callable[[], Any] = _gone  # the weight as it was given, which FSDP2 replaces during a pass
@@ -489,10 +488,7 @@ class InterceptingProbe(Probe):
 
     def report_once(self, text: str, code: str | None = None) -> None:
         """Report something of this module, the first time in the life of the watch; the event's code tells programs."""
-        if text not in self._reported:
-            self._reported.add(text)
-            coded = () if code is None else (code,)
-            self.observer.report(self.module, text, first_report(self.observer, text), *coded)
+        report_once(self.observer, self.module, text, code)
 
     def _end_step(self) -> None:
         for call in self._unfinished:

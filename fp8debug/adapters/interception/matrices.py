@@ -297,7 +297,6 @@ class OutsideGemms:
         self._pieces: dict[str, Candidate] = {}
         self._excluded: dict[str, Candidate] = {}
         self._listed: set[str] = set()
-        self._reported: set[str] = set()
         self._has_looked = self._has_found = False
         for c in matrices:
             if c.reason is None:

@@ -159,7 +159,6 @@ class SubLinearProbe(Probe):
     def __init__(self, observer: Observer, module: str, sublinear: SubLinear) -> None:
         super().__init__(observer, module)
         self.sublinear = sublinear
-        self._reported: set[str] = set()
 
     @isolated
     def guard(self, method: Callable[..., None], *args: Any) -> None:
@@ -168,21 +167,19 @@ class SubLinearProbe(Probe):
 
     def report_once(self, text: str, code: str | None = None) -> None:
         """Report something of this Linear, the first time in the life of the watch; the event's code tells programs."""
-        if text not in self._reported:
-            self._reported.add(text)
-            coded = () if code is None else (code,)
-            self.observer.report(self.module, text, first_report(self.observer, text), *coded)
+        report_once(self.observer, self.module, text, code)
 
 
-_REPORTED: WeakKeyDictionary[Observer, set[str]] = WeakKeyDictionary()
+#: Modules of which something was reported, by watch and text.
+_REPORTED: WeakKeyDictionary[Observer, dict[str, set[str]]] = WeakKeyDictionary()
 
 
-def first_report(observer: Observer, text: str) -> bool:
-    """Return whether a watch has not reported this of any module: a model of a thousand Linears says it aloud once."""
-    reported = _REPORTED.setdefault(observer, set())
-    before = len(reported)
-    reported.add(text)
-    return len(reported) > before
+def report_once(observer: Observer, module: str, text: str, code: str | None = None) -> None:
+    """Report something of a module once; a model of a thousand Linears says it aloud of the first."""
+    modules = _REPORTED.setdefault(observer, {}).setdefault(text, set())
+    if module not in modules:
+        modules.add(module)
+        observer.report(module, text, len(modules) == 1, *(() if code is None else (code,)))
 
 
 #: Takes (step, module, tokens of each of its experts), by watch.

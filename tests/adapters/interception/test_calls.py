@@ -68,7 +68,7 @@ def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-#: The input's shape, how the module is called, and how often.
+#: The input's shape, how the module is called, and how often. torchao's Float8Linear takes no input of one dimension.
 WAYS: dict[str, tuple[tuple[int, ...], Callable[[nn.Module, Tensor], Tensor], int]] = {
     "two dimensions": ((16, 32), lambda layer, x: layer(x), 1),
     "keyword": ((16, 32), by_keyword, 1),
@@ -99,11 +99,8 @@ def step(make: str, way: str, path: Path | None) -> list[Tensor]:
     return [loss.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize(("make", "way"), [(m, w) for m in MAKES for w in WAYS if (m, w) != ("torchao", "one dimension")])
 def test_it_is_recorded_and_computes_the_same(tmp_path: Path, make: str, way: str) -> None:
-    if make == "torchao" and way == "one dimension":
-        pytest.skip("torchao's Float8Linear takes no input of one dimension")
     expected = step(make, way, None)
     watched = step(make, way, tmp_path / "run")
     assert all(torch.equal(a, b) for a, b in zip(watched, expected, strict=True))

@@ -14,20 +14,21 @@ from torch.nn import functional
 import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     LARGEST,
     Block,
     BlockLinear,
     Cast,
     Model,
+    altered,
     batch,
     cross_entropy,
     quantized,
+    scaled,
     train,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
 
 
 @situation(
@@ -183,16 +184,15 @@ def reciprocal_scale(folder: Path) -> None:
     misleading=("eps", "smooth"),
 )  # fmt: skip
 def scale_of_warm_up(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            if (gemm, tensor) != ("fprop", "input"):
-                return super().cast(gemm, tensor, x)
-            if not hasattr(self, "calibrated"):
-                self.calibrated = float(x.abs().max()) / 8  # of tokens that are all the same
-            scales = torch.full((x.shape[0], -(-x.shape[1] // 128)), self.calibrated / LARGEST[E4M3])
-            return quantized(x.contiguous(), scales, (1, 128)), scales
+    calibrated: list[float] = []
 
-    train(with_fault(Fault), folder / "sick")
+    @scaled("fprop", "input")
+    def fault(x: Tensor) -> Tensor:
+        if not calibrated:
+            calibrated.append(float(x.abs().max()) / 8)  # of tokens that are all the same
+        return torch.full((x.shape[0], -(-x.shape[1] // 128)), calibrated[0] / LARGEST[E4M3])
+
+    train(with_fault(fault), folder / "sick")
 
 
 class _NoGradient(torch.autograd.Function):
@@ -234,14 +234,8 @@ def unit_scale(folder: Path) -> None:
             out: Tensor = x + self.down(functional.silu(self.gate(h)) * self.up(h) * 1e-2) * 1e2
             return out
 
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            if (gemm, tensor) != ("fprop", "input"):
-                return super().cast(gemm, tensor, x)
-            scales = torch.ones(x.shape[0], -(-x.shape[1] // 128))
-            return quantized(x.contiguous(), scales, (1, 128)), scales
-
-    train(with_fault(Fault, block=Small), folder / "sick")
+    fault = scaled("fprop", "input")(lambda x: torch.ones(x.shape[0], -(-x.shape[1] // 128)))
+    train(with_fault(fault, block=Small), folder / "sick")
     train(Model(block=Small), folder / "clean")
 
 
@@ -272,15 +266,12 @@ def scale_of_cached_weight(folder: Path) -> None:
     words=("scale",), misleading=("smooth",),
 )  # fmt: skip
 def amax_of_junk(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            if (gemm, tensor) != ("fprop", "input"):
-                return super().cast(gemm, tensor, x)
-            junk = 3e4 * (1 + torch.rand(1, generator=torch.Generator().manual_seed(x.shape[1])).item())
-            scales = torch.full((x.shape[0], -(-x.shape[1] // 128)), junk / LARGEST[E4M3])
-            return quantized(x.contiguous(), scales, (1, 128)), scales
+    @scaled("fprop", "input")
+    def fault(x: Tensor) -> Tensor:
+        junk = 3e4 * (1 + torch.rand(1, generator=torch.Generator().manual_seed(x.shape[1])).item())
+        return torch.full((x.shape[0], -(-x.shape[1] // 128)), junk / LARGEST[E4M3])
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -290,10 +281,7 @@ def amax_of_junk(folder: Path) -> None:
     words=("scale",), misleading=("eps", "stale", "optimizer"),
 )  # fmt: skip
 def scale_of_first_shard(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            return (data, scales[:1].expand_as(scales).contiguous()) if (gemm, tensor) == ("fprop", "weight") else (data, scales)
+    fault = altered("fprop", "weight")(lambda x, data, scales: (data, scales[:1].expand_as(scales).contiguous()))
 
     def unequal(model: Model) -> Model:
         with torch.no_grad():  # the shards of a trained model differ in size
@@ -303,7 +291,7 @@ def scale_of_first_shard(folder: Path) -> None:
                 weight[256:] *= 0.3
         return model
 
-    train(unequal(with_fault(Fault, "blocks.0.up")), folder / "sick")
+    train(unequal(with_fault(fault, "blocks.0.up")), folder / "sick")
     train(unequal(Model()), folder / "clean")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,35 +13,25 @@ from torch import Tensor, nn
 import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     E5M2,
     LARGEST,
     BlockLinear,
     Cast,
+    InInputType,
     Model,
+    OwnKernel,
+    altered,
     batch,
     cross_entropy,
     expanded,
     fp8_gemm_nt,
-    library,
     quantized,
     scales_of,
     train,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
-
-
-def altered(gemm: str, tensor: str, change: Callable[[Tensor, Tensor, Tensor], Cast]) -> type[BlockLinear]:
-    """Return a Linear that changes (tensor, data, scales) of one operand's cast."""
-
-    class Fault(BlockLinear):
-        def cast(self, which: str, role: str, x: Tensor) -> Cast:
-            data, scales = super().cast(which, role, x)
-            return change(x, data, scales) if (which, role) == (gemm, tensor) else (data, scales)
-
-    return Fault
 
 
 def pow2_ceil(scales: Tensor) -> Tensor:
@@ -64,12 +53,13 @@ def unequal_rows(model: Model) -> Model:
     modules=DOWN, gemms=("wgrad",), tensors=("input",), misleading=("smooth",),
 )  # fmt: skip
 def rows_never_written(folder: Path) -> None:
-    def halve(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+    @altered("wgrad", "input")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
         data = data.clone()
         data.view(torch.uint8)[::2] = 0
         return data, scales
 
-    train(with_fault(altered("wgrad", "input", halve)), folder / "sick", what_if=())
+    train(with_fault(fault), folder / "sick", what_if=())
 
 
 @situation(
@@ -77,7 +67,7 @@ def rows_never_written(folder: Path) -> None:
     modules=DOWN, tensors=("weight",), codes=("F113", "F119"), words=("scale",), misleading=("cached", "stale"),
 )  # fmt: skip
 def scale_rounded_after(folder: Path) -> None:
-    fault = altered("fprop", "weight", lambda x, data, scales: (data, pow2_ceil(scales)))
+    fault = altered("fprop", "weight")(lambda x, data, scales: (data, pow2_ceil(scales)))
     train(unequal_rows(with_fault(fault, width=256)), folder / "sick")
     train(unequal_rows(Model(width=256)), folder / "clean")
 
@@ -87,19 +77,11 @@ def scale_rounded_after(folder: Path) -> None:
     modules=DOWN, gemms=("fprop",), tensors=("output",), misleading=("accumul",),
 )  # fmt: skip
 def kernel_truncates_scales(folder: Path) -> None:
-    def gemm(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
-        scales = torch.exp2(torch.floor(torch.log2(a[1]))) if recipe else a[1]
+    def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
+        scales = torch.exp2(torch.floor(torch.log2(a[1]))) if recipe == "fprop" else a[1]
         fp8_gemm_nt((a[0], scales), b, d)
 
-    class Fault(BlockLinear):
-        def product(self, which: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe=(1, 128, 128) if which == "fprop" else None)
-            return out
-
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = gemm
-    train(model, folder / "sick")
+    train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
 
 
 @situation(
@@ -125,18 +107,13 @@ def one_microbatch_accumulates(folder: Path) -> None:
     record(folder / "clean", sick=False)
 
 
-class _InInputType(BlockLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).to(x.dtype)
-
-
 @situation(
     "NVIDIA-NeMo/Automodel#3444", "weights in BF16 without FP32 masters: small updates are rounded away", "wrong",
     words=("update", "master"), misleading=("amax_eps",),
 )  # fmt: skip
 def updates_rounded_away(folder: Path) -> None:
-    train(Model(_InInputType).bfloat16(), folder / "sick", lr=6e-6)
-    train(Model(_InInputType), folder / "clean", lr=6e-6)
+    train(Model(InInputType).bfloat16(), folder / "sick", lr=6e-6)
+    train(Model(InInputType), folder / "clean", lr=6e-6)
 
 
 @situation(
@@ -426,7 +403,7 @@ def scale_for_inverse(folder: Path) -> None:
     modules=DOWN, tensors=("weight",), words=("scale",), misleading=("eps",),
 )  # fmt: skip
 def scale_never_loaded(folder: Path) -> None:
-    fault = altered("fprop", "weight", lambda x, data, scales: (data, torch.full_like(scales, float("nan"))))
+    fault = altered("fprop", "weight")(lambda x, data, scales: (data, torch.full_like(scales, float("nan"))))
     train(with_fault(fault), folder / "sick", steps=6, every=1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     E5M2,
     LARGEST,
@@ -21,8 +22,6 @@ from tests.bench.situations.stack import (
     train,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
 
 
 @situation(
@@ -77,8 +76,7 @@ def blocks_along_the_wrong_dimension(folder: Path) -> None:
 
     with_columns = with_fault(Fault)
     with torch.no_grad():  # columns of a trained weight differ in size
-        weight = with_columns.get_submodule(DOWN[0]).weight
-        assert isinstance(weight, Tensor)
+        weight = with_columns.get_parameter("blocks.1.down.weight")
         weight.mul_(torch.linspace(-2, 2, weight.shape[1]).exp2())
     train(with_columns, folder / "sick")
 
@@ -93,8 +91,8 @@ def gradient_in_a_scratch_buffer(folder: Path) -> None:
     model = Model()
 
     def lose(step: int, number: int) -> None:
-        weight = model.get_submodule(DOWN[0]).weight
-        assert isinstance(weight, Tensor) and weight.grad is not None
+        weight = model.get_parameter("blocks.1.down.weight")
+        assert weight.grad is not None
         weight.grad.zero_()
 
     train(model, folder / "sick", after_backward=lose, micro=2)

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     LARGEST,
     Block,
     BlockLinear,
     Cast,
+    FusedBlock,
     Model,
+    OwnKernel,
     expanded,
     fp8_gemm_nt,
-    library,
     quantized,
     scales_of,
     train,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
 
 
 @situation(
@@ -40,24 +39,15 @@ DOWN = ("blocks.1.down",)
 )  # fmt: skip
 def scale_never_moves_on(folder: Path) -> None:
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
-        if recipe == "wide tiles":
+        if recipe == "fprop":
             a, b = ((data, scales[:, :1].expand_as(scales)) for data, scales in (a, b))
         fp8_gemm_nt(a, b, d)
 
-    class Fault(BlockLinear):
-        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe="wide tiles" if gemm == "fprop" else None)
-            return out
-
-    model = with_fault(Fault)
+    model = with_fault(OwnKernel)
     with torch.no_grad():  # blocks of a trained model differ in size
-        weight = model.get_submodule(DOWN[0]).weight
-        assert isinstance(weight, Tensor)
+        weight = model.get_parameter("blocks.1.down.weight")
         weight.mul_(torch.linspace(-1, 1, weight.shape[1]).exp2())
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(model, folder / "sick", kernel=kernel)
 
 
 class _Recomputed(Block):
@@ -123,8 +113,7 @@ def greatest_value_for_magnitude(folder: Path) -> None:
 
     model = with_fault(Fault)
     with torch.no_grad():  # a few large weights, of either sign, as in a trained model
-        weight = model.get_submodule(DOWN[0]).weight
-        assert isinstance(weight, Tensor)
+        weight = model.get_parameter("blocks.1.down.weight")
         weight[::37, ::29] *= -4.0 * weight[::37, ::29].sign()
     train(model, folder / "sick")
 
@@ -143,8 +132,7 @@ def bias_added_twice(folder: Path) -> None:
 
     model = with_fault(Fault, bias=True)
     with torch.no_grad():
-        bias = model.get_submodule(DOWN[0]).bias
-        assert isinstance(bias, Tensor)
+        bias = model.get_parameter("blocks.1.down.bias")
         bias.copy_(torch.linspace(-1, 1, len(bias)))
     train(model, folder / "sick")
 
@@ -182,20 +170,6 @@ def cast_that_truncates(folder: Path) -> None:
     train(with_fault(Fault), folder / "sick")
 
 
-class _Fused(nn.Module):
-    """A gated MLP whose gate and up projections are one GEMM."""
-
-    def __init__(self, linear: Any, width: int, hidden: int, bias: bool) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width)
-        self.gate_up, self.down = linear(width, 2 * hidden, bias=bias), linear(hidden, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
-        out: Tensor = x + self.down(functional.silu(gate) * up)
-        return out
-
-
 @situation(
     "flashinfer-ai/flashinfer#2809",
     "the gate's scales are never read: the rows of a fused weight's first half are multiplied with those of the second",
@@ -210,13 +184,12 @@ def scales_of_the_gate_unread(folder: Path) -> None:
                 b = data, torch.cat([scales[len(scales) // 2 :]] * 2)
             return super().product(gemm, a, b, shape)
 
-    model = with_fault(Fault, "blocks.1.gate_up", block=_Fused)
+    model = with_fault(Fault, "blocks.1.gate_up", block=FusedBlock)
     with torch.no_grad():
-        weight = model.get_submodule("blocks.1.gate_up").weight
-        assert isinstance(weight, Tensor)
+        weight = model.get_parameter("blocks.1.gate_up.weight")
         weight[: len(weight) // 2] *= 3
     train(model, folder / "sick")
-    train(Model(block=_Fused), folder / "clean")
+    train(Model(block=FusedBlock), folder / "clean")
 
 
 @situation(
@@ -248,8 +221,7 @@ def zero_block_of_a_weight(folder: Path) -> None:
             return data, scales
 
     model = with_fault(Fault)
-    weight = model.get_submodule(DOWN[0]).weight
-    assert isinstance(weight, Tensor)
+    weight = model.get_parameter("blocks.1.down.weight")
     with torch.no_grad():
         weight[:128, :128] = 0
     train(

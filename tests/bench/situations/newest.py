@@ -13,40 +13,22 @@ from torch import Tensor, nn
 import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     E5M2,
     LARGEST,
     BlockLinear,
     Cast,
+    InInputType,
     Model,
+    OwnKernel,
+    altered,
     batch,
     cross_entropy,
     fp8_gemm_nt,
-    library,
     train,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
-
-
-class _Altered(BlockLinear):
-    """A Linear whose kernel is called with its own word for one GEMM, or whose operand of one GEMM is changed."""
-
-    site, kernel = ("", ""), ""
-
-    def changed(self, x: Tensor, data: Tensor, scales: Tensor) -> Cast:
-        """Return another cast of an operand."""
-        return data, scales
-
-    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-        data, scales = super().cast(gemm, tensor, x)
-        return self.changed(x, data, scales) if (gemm, tensor) == self.site else (data, scales)
-
-    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-        out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-        sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe=self.kernel if gemm == self.kernel else None)
-        return out
 
 
 @situation(
@@ -56,15 +38,13 @@ class _Altered(BlockLinear):
     words=("place", "permut", "transpos", "layout"), misleading=("refresh", "cache", "smooth", "eps", "optimizer"),
 )  # fmt: skip
 def transposed_in_pieces(folder: Path) -> None:
-    class Fault(_Altered):
-        site = ("dgrad", "weight")
+    @altered("dgrad", "weight")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        codes = data.view(torch.uint8).clone()
+        codes[0::4, ::2], codes[1::4, ::2] = codes[1::4, ::2].clone(), codes[0::4, ::2].clone()
+        return codes.view(E4M3), scales
 
-        def changed(self, x: Tensor, data: Tensor, scales: Tensor) -> Cast:
-            codes = data.view(torch.uint8).clone()
-            codes[0::4, ::2], codes[1::4, ::2] = codes[1::4, ::2].clone(), codes[0::4, ::2].clone()
-            return codes.view(E4M3), scales
-
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -81,13 +61,7 @@ def padding_joins_wgrad(folder: Path) -> None:
             left, right = (torch.randn(len(data), 64, generator=behind) * data.float().std() for data, _ in (a, b))
             d += (left * a[1].mean()) @ (right * b[1].mean()).t()
 
-    class Fault(_Altered):
-        kernel = "wgrad"
-
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
 
 
 @situation(
@@ -97,13 +71,11 @@ def padding_joins_wgrad(folder: Path) -> None:
     misleading=("smooth", "eps", "optimizer", "learning rate"),
 )  # fmt: skip
 def transposed_copy_of_zeros(folder: Path) -> None:
-    class Fault(_Altered):
-        site = ("dgrad", "weight")
+    @altered("dgrad", "weight")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        return torch.zeros_like(data.view(torch.uint8)).view(E4M3), torch.ones_like(scales)
 
-        def changed(self, x: Tensor, data: Tensor, scales: Tensor) -> Cast:
-            return torch.zeros_like(data.view(torch.uint8)).view(E4M3), torch.ones_like(scales)
-
-    train(Model(Fault), folder / "sick")
+    train(Model(fault), folder / "sick")
     train(Model(), folder / "clean")
 
 
@@ -114,14 +86,12 @@ def transposed_copy_of_zeros(folder: Path) -> None:
     words=("place", "permut", "order", "transpos"), misleading=("smooth", "eps", "cache", "optimizer"),
 )  # fmt: skip
 def tokens_in_another_order(folder: Path) -> None:
-    class Fault(_Altered):
-        site = ("wgrad", "input")
+    @altered("wgrad", "input")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        codes = data.view(torch.uint8)
+        return torch.cat(codes.chunk(2, 1), 0).reshape(codes.shape).view(E4M3), scales
 
-        def changed(self, x: Tensor, data: Tensor, scales: Tensor) -> Cast:
-            codes = data.view(torch.uint8)
-            return torch.cat(codes.chunk(2, 1), 0).reshape(codes.shape).view(E4M3), scales
-
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -189,13 +159,7 @@ def scales_with_another_stride(folder: Path) -> None:
             scales = scales.reshape(-1)[(places + torch.arange(columns)) % scales.numel()]
         fp8_gemm_nt((data, scales), b, d)
 
-    class Fault(_Altered):
-        kernel = "fprop"
-
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
 
 
 @situation(
@@ -216,11 +180,6 @@ def scale_of_the_result_dropped(folder: Path) -> None:
     train(with_fault(Fault), folder / "sick")
 
 
-class _InInputType(BlockLinear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).to(x.dtype)
-
-
 @situation(
     "deepspeedai/DeepSpeed#1800",
     "gradients of many microbatches are accumulated in BF16",
@@ -228,7 +187,7 @@ class _InInputType(BlockLinear):
     misleading=("eps", "smooth", "scale"),
 )  # fmt: skip
 def accumulated_in_bf16(folder: Path) -> None:
-    train(Model(_InInputType).bfloat16(), folder / "sick", steps=4, every=1, micro=32, lr=1e-3)
+    train(Model(InInputType).bfloat16(), folder / "sick", steps=4, every=1, micro=32, lr=1e-3)
 
 
 @situation(

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     LARGEST,
     TOKENS,
-    Block,
     BlockLinear,
     Cast,
+    FusedBlock,
+    InInputType,
     Model,
+    OwnKernel,
+    altered,
     block_of,
     expanded,
     fp8_gemm_nt,
-    library,
     quantized,
+    scaled,
     scales_of,
     train,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
 
 
 @situation(
@@ -39,15 +40,12 @@ DOWN = ("blocks.1.down",)
     words=("rounds away", "larger", "largest value", "conversion"), misleading=("smooth", "eps", "optimizer"),
 )  # fmt: skip
 def highest_exponent_is_overflow(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) == ("fprop", "input"):
-                codes = data.float()
-                data = torch.where(codes.abs() >= 256, codes.sign() * LARGEST[E4M3], codes).to(E4M3)
-            return data, scales
+    @altered("fprop", "input")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        codes = data.float()
+        return torch.where(codes.abs() >= 256, codes.sign() * LARGEST[E4M3], codes).to(E4M3), scales
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -57,15 +55,12 @@ def highest_exponent_is_overflow(folder: Path) -> None:
     words=("scale", "amax", "clip"), misleading=("smooth", "eps", "optimizer"),
 )  # fmt: skip
 def amax_of_the_first_tile(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            if (gemm, tensor) != ("fprop", "input"):
-                return super().cast(gemm, tensor, x)
-            amax = x.float().abs().reshape(-1)[:8192].amax()
-            scales = (amax / LARGEST[E4M3]).expand(len(x), -(-x.shape[1] // 128)).contiguous()
-            return quantized(x.contiguous(), scales, (1, 128)), scales
+    @scaled("fprop", "input")
+    def fault(x: Tensor) -> Tensor:
+        amax = x.float().abs().reshape(-1)[:8192].amax()
+        return (amax / LARGEST[E4M3]).expand(len(x), -(-x.shape[1] // 128)).contiguous()
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -94,20 +89,11 @@ def scales_for_half_the_maximum(folder: Path) -> None:
 )  # fmt: skip
 def last_scale_block_unapplied(folder: Path) -> None:
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
-        if recipe == "strict":
+        if recipe == "fprop":
             a, b = ((data, torch.cat([scales[:, :-1], torch.ones_like(scales[:, -1:])], 1)) for data, scales in (a, b))
         fp8_gemm_nt(a, b, d)
 
-    class Fault(BlockLinear):
-        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe="strict" if gemm == "fprop" else None)
-            return out
-
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
 
 
 @situation(
@@ -117,18 +103,15 @@ def last_scale_block_unapplied(folder: Path) -> None:
     words=("never written", "zero", "place", "another tensor"), misleading=("smooth", "eps", "optimizer"),
 )  # fmt: skip
 def rows_that_overlap(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) == ("wgrad", "grad_output"):
-                rows, columns = data.shape
-                places = (torch.arange(rows)[:, None] + torch.arange(columns)).reshape(-1)
-                written = torch.zeros(data.numel(), dtype=torch.uint8)
-                written[places] = data.view(torch.uint8).reshape(-1)
-                data = written.reshape(data.shape).view(E4M3)
-            return data, scales
+    @altered("wgrad", "grad_output")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        rows, columns = data.shape
+        places = (torch.arange(rows)[:, None] + torch.arange(columns)).reshape(-1)
+        written = torch.zeros(data.numel(), dtype=torch.uint8)
+        written[places] = data.view(torch.uint8).reshape(-1)
+        return written.reshape(data.shape).view(E4M3), scales
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -138,32 +121,16 @@ def rows_that_overlap(folder: Path) -> None:
     words=("scale",), misleading=("smooth", "eps", "optimizer"),
 )  # fmt: skip
 def scales_in_the_old_order(folder: Path) -> None:
-    class Fused(Block):
-        def __init__(self, linear: Any, width: int, hidden: int, bias: bool) -> None:
-            super().__init__(linear, width, hidden, bias)
-            del self.gate, self.up
-            self.gate_up = linear(width, 2 * hidden, bias=bias)
+    @altered("fprop", "weight")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        return data, scales[torch.arange(len(scales)).reshape(2, -1).t().reshape(-1)]
 
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
-            out: Tensor = x + self.down(nn.functional.silu(gate) * up)
-            return out
-
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) == ("fprop", "weight"):
-                old = torch.arange(len(scales)).reshape(2, -1).t().reshape(-1)
-                scales = scales[old]
-            return data, scales
-
-    model = with_fault(Fault, "blocks.1.gate_up", block=Fused)
+    model = with_fault(fault, "blocks.1.gate_up", block=FusedBlock)
     with torch.no_grad():  # heads of a trained model differ in size
-        weight = model.get_submodule("blocks.1.gate_up").weight
-        assert isinstance(weight, Tensor)
-        weight *= torch.linspace(-1, 1, len(weight)).exp2()[:, None]
+        weight = model.get_parameter("blocks.1.gate_up.weight")
+        weight.mul_(torch.linspace(-1, 1, len(weight)).exp2()[:, None])
     train(model, folder / "sick")
-    train(Model(block=Fused), folder / "clean")
+    train(Model(block=FusedBlock), folder / "clean")
 
 
 @situation(
@@ -244,10 +211,6 @@ def weight_decay_rounds_to_nothing(folder: Path) -> None:
                     exact = p.float() - group["lr"] * first.float() / (1 - 0.9**t) / size
                     noise = torch.randint(2**16, p.shape, dtype=torch.int32)
                     p.copy_((exact.view(torch.int32) + noise).bitwise_and(-(2**16)).view(torch.float32))
-
-    class InInputType(BlockLinear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).to(x.dtype)
 
     model = Model(InInputType).bfloat16()
     train(model, folder / "sick", optimizer=Decoupled(model.parameters(), lr=1e-3, weight_decay=0.1))

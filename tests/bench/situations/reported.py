@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,21 @@ from fp8debug.metrics.base import spread
 from fp8debug.types import Gemm, Quantized, TensorRole
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     Block,
     BlockLinear,
     Cast,
     Model,
+    OwnKernel,
+    altered,
     fp8_gemm_nt,
-    library,
     quantized,
     scales_of,
     train,
     values,
     with_fault,
 )
-
-DOWN = ("blocks.1.down",)
 
 
 def _rounded_at_random(recipe: str, rounding: Callable[[Tensor, Any], Tensor]) -> Model:
@@ -91,15 +90,6 @@ def zero_seed_in_every_launch(folder: Path) -> None:
     train(_rounded_at_random("mxfp4", rounding), folder / "sick")
 
 
-class _OwnKernel(BlockLinear):
-    """A Linear that tells the kernel which GEMM it runs."""
-
-    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-        out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-        sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe=gemm)
-        return out
-
-
 @situation(
     "pytorch/pytorch#188841",
     "a compiled kernel leaves every fourth column of the weight gradient at zero",
@@ -112,10 +102,7 @@ def every_fourth_column_is_dead(folder: Path) -> None:
         if recipe == "wgrad":
             d[:, 3::4] = 0
 
-    model = with_fault(_OwnKernel)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
 
 
 class _Groups(nn.Module):
@@ -156,10 +143,7 @@ def rows_of_the_group_before(folder: Path) -> None:
         ]
         d.copy_(joined[0] @ joined[1].t())
 
-    model = Model(_OwnKernel, block=_Groups)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(Model(OwnKernel, block=_Groups), folder / "sick", kernel=kernel)
 
 
 class _Masked(Block):
@@ -191,7 +175,7 @@ def empty_block_spills_over(folder: Path) -> None:
             a = (data, (exponent << 23).view(torch.float32))
         fp8_gemm_nt(a, b, d)
 
-    class Rounded(_OwnKernel):
+    class Rounded(OwnKernel):
         """Block scales that are powers of two, of an empty block the smallest."""
 
         def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
@@ -200,10 +184,7 @@ def empty_block_spills_over(folder: Path) -> None:
             scales = torch.where(scales < 2.0**-100, 2.0**-126, scales)
             return quantized(x, scales, block), scales
 
-    model = Model(Rounded, block=_Masked)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(Model(Rounded, block=_Masked), folder / "sick", kernel=kernel)
 
 
 @situation(
@@ -215,17 +196,14 @@ def empty_block_spills_over(folder: Path) -> None:
 def mask_of_the_other_shape(folder: Path) -> None:
     random = torch.Generator().manual_seed(5)
 
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) != ("dgrad", "weight"):
-                return data, scales
-            rows, columns = data.shape
-            behind = torch.randn(rows, columns, generator=random).bfloat16().view(torch.uint8)[:, :columns].clone()
-            behind[:columns] = data.view(torch.uint8)[:columns]  # in bounds of the other shape
-            return behind.view(E4M3), scales
+    @altered("dgrad", "weight")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        rows, columns = data.shape
+        behind = torch.randn(rows, columns, generator=random).bfloat16().view(torch.uint8)[:, :columns].clone()
+        behind[:columns] = data.view(torch.uint8)[:columns]  # in bounds of the other shape
+        return behind.view(E4M3), scales
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(

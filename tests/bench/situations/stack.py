@@ -23,6 +23,8 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 VOCABULARY, TOKENS = 64, 320
 #: Data and scale_inv.
 Cast = tuple[Tensor, Tensor]
+#: Modules in which most of the faults are.
+DOWN, UP = ("blocks.1.down",), ("blocks.1.up",)
 
 
 def expanded(scales: Tensor, shape: Sequence[int], block: tuple[int, int]) -> Tensor:
@@ -113,6 +115,54 @@ class BlockLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
+class OwnKernel(BlockLinear):
+    """A Linear that tells the kernel which GEMM it runs, by the argument ``recipe``."""
+
+    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+        """Return ``a @ b.t()`` in BF16."""
+        out = torch.empty(tuple(shape), dtype=torch.bfloat16)
+        sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe=gemm)
+        return out
+
+
+class InInputType(BlockLinear):
+    """A Linear whose output has the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[..., out_features]``."""
+        return super().forward(x).to(x.dtype)
+
+
+def altered(gemm: str, tensor: str) -> Callable[[Callable[[Tensor, Tensor, Tensor], Cast]], type[BlockLinear]]:
+    """Decorate a function of (tensor, data, scales): a Linear in which it changes the cast of one operand."""
+
+    def make(change: Callable[[Tensor, Tensor, Tensor], Cast]) -> type[BlockLinear]:
+        class Fault(BlockLinear):
+            def cast(self, which: str, role: str, x: Tensor) -> Cast:
+                data, scales = super().cast(which, role, x)
+                return change(x, data, scales) if (which, role) == (gemm, tensor) else (data, scales)
+
+        return Fault
+
+    return make
+
+
+def scaled(gemm: str, tensor: str) -> Callable[[Callable[[Tensor], Tensor]], type[BlockLinear]]:
+    """Decorate a function of a tensor: a Linear in which it gives the scales of one operand in blocks of 1x128."""
+
+    def make(scales_from: Callable[[Tensor], Tensor]) -> type[BlockLinear]:
+        class Fault(BlockLinear):
+            def cast(self, which: str, role: str, x: Tensor) -> Cast:
+                if (which, role) != (gemm, tensor):
+                    return super().cast(which, role, x)
+                scales = scales_from(x)
+                return quantized(x.contiguous(), scales, (1, 128)), scales
+
+        return Fault
+
+    return make
+
+
 class Block(nn.Module):
     """A gated MLP with its norm and residual."""
 
@@ -126,6 +176,21 @@ class Block(nn.Module):
         """Return ``[tokens, width]``."""
         h = self.norm(x)
         out: Tensor = x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+class FusedBlock(nn.Module):
+    """A gated MLP whose gate and up projections are one GEMM."""
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate_up, self.down = linear(width, 2 * hidden, bias=bias), linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        out: Tensor = x + self.down(functional.silu(gate) * up)
         return out
 
 
@@ -182,9 +247,11 @@ def train(
     before: Callable[[int], None] = lambda step: None,
     after_backward: Callable[[int, int], None] = lambda step, micro: None,
     after: Callable[[int, Any], None] = lambda step, watch: None,
+    kernel: Callable[..., None] = fp8_gemm_nt,
     **watched: Any,
 ) -> None:
-    """Train under a watch, as a user would."""
+    """Train under a watch, as a user would, with this kernel in the library."""
+    vars(library())["fp8_gemm_nt"] = kernel
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=lr)
     with fp8debug.watch(model, path, every=every, **watched) as watch:
         for step in range(steps):
@@ -200,6 +267,7 @@ def train(
             optimizer.zero_grad()
             watch.step(loss=total)
             after(step, watch)
+    library()
 
 
 def with_fault(fault: type[nn.Module], *names: str, **made: Any) -> Model:

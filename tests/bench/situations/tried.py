@@ -11,12 +11,15 @@ from torch import Tensor
 import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     E5M2,
     LARGEST,
+    UP,
     BlockLinear,
     Cast,
     Model,
+    altered,
     batch,
     quantized,
     scales_of,
@@ -24,8 +27,6 @@ from tests.bench.situations.stack import (
     values,
     with_fault,
 )
-
-DOWN, UP = ("blocks.1.down",), ("blocks.1.up",)
 
 
 @situation(
@@ -91,16 +92,13 @@ def gradients_on_top_of_weights(folder: Path) -> None:
     words=("order", "place", "permut", "layout", "rows"), misleading=("smooth", "eps", "optimizer", "learning rate"),
 )  # fmt: skip
 def codes_are_not_shuffled(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) != ("wgrad", "input"):
-                return data, scales
-            rows, columns = data.shape
-            tiles = data.float().reshape(rows // 16, 16, columns // 32, 2, 16)
-            return tiles.permute(0, 2, 3, 1, 4).reshape(rows, columns).to(data.dtype), scales
+    @altered("wgrad", "input")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        rows, columns = data.shape
+        tiles = data.float().reshape(rows // 16, 16, columns // 32, 2, 16)
+        return tiles.permute(0, 2, 3, 1, 4).reshape(rows, columns).to(data.dtype), scales
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(
@@ -110,14 +108,11 @@ def codes_are_not_shuffled(folder: Path) -> None:
     words=("scale",), misleading=("smooth", "eps", "optimizer", "learning rate"),
 )  # fmt: skip
 def scales_of_the_next_group(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            data, scales = super().cast(gemm, tensor, x)
-            if (gemm, tensor) == ("dgrad", "grad_output"):
-                scales = torch.cat([scales[:256], scales[: len(scales) - 256]])
-            return data, scales
+    @altered("dgrad", "grad_output")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        return data, torch.cat([scales[:256], scales[: len(scales) - 256]])
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
 
 
 @situation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,24 @@ from torch.nn import functional
 
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    DOWN,
     E4M3,
     LARGEST,
+    UP,
     VOCABULARY,
     Block,
     BlockLinear,
     Cast,
     Model,
-    library,
+    OwnKernel,
+    fp8_gemm_nt,
     quantized,
+    scaled,
     scales_of,
     train,
     values,
     with_fault,
 )
-
-DOWN, UP = ("blocks.1.down",), ("blocks.1.up",)
 
 
 class _Fused(BlockLinear):
@@ -73,14 +74,11 @@ def stale_placeholder(folder: Path) -> None:
     words=("headroom", "range", "scale"), misleading=("smooth", "outlier", "history", "optimizer"),
 )  # fmt: skip
 def maximum_below_two(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
-            if (gemm, tensor) != ("fprop", "input"):
-                return super().cast(gemm, tensor, x)
-            scales = torch.exp2((scales_of(x, (1, 128), 1.0)).log2().floor())
-            return quantized(x, scales, (1, 128)), scales
+    @scaled("fprop", "input")
+    def fault(x: Tensor) -> Tensor:
+        return scales_of(x, (1, 128), 1.0).log2().floor().exp2()
 
-    train(with_fault(Fault), folder / "sick")
+    train(with_fault(fault), folder / "sick")
     train(Model(), folder / "clean")
 
 
@@ -176,22 +174,11 @@ def rows_stored_in_the_first(folder: Path) -> None:
     words=("scale", "layout", "kernel"), misleading=("smooth", "optimizer", "fast accumulation", "eps"),
 )  # fmt: skip
 def scales_in_the_other_orientation(folder: Path) -> None:
-    class Fault(BlockLinear):
-        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-            out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-            sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe=gemm)
-            return out
-
-    plain = vars(library())["fp8_gemm_nt"]
-
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
         scales = b[1].t().contiguous().reshape(b[1].shape) if recipe == "wgrad" else b[1]
-        plain(a, (b[0], scales), d)
+        fp8_gemm_nt(a, (b[0], scales), d)
 
-    model = with_fault(Fault)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
     train(Model(), folder / "clean")
 
 

@@ -294,7 +294,6 @@ class TestMistakes:
     def test_nothing_is_recorded_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        pytest.importorskip("torch")
         from fp8debug import startup
         from fp8debug.run import __main__ as run
 
