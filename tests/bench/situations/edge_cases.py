@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,13 @@ from tests.bench.situations.stack import (
     BlockLinear,
     Cast,
     Model,
+    OwnKernel,
     expanded,
     fp8_gemm_nt,
-    library,
     quantized,
     train,
     values,
 )
-
-
-class _OwnKernel(BlockLinear):
-    """A Linear that tells the kernel which GEMM it runs."""
-
-    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
-        out = torch.empty(tuple(shape), dtype=torch.bfloat16)
-        sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out, recipe=gemm)
-        return out
 
 
 @situation(
@@ -93,17 +83,13 @@ def block_size_from_the_shape(folder: Path) -> None:
         d.copy_(values(a) @ (data.float() * spread[:, : data.shape[1]]).t())
 
     def made() -> Model:
-        model = Model(_OwnKernel, hidden=448)
+        model = Model(OwnKernel, hidden=448)
         with torch.no_grad():  # blocks of a trained model differ in size
-            weight = model.get_submodule("blocks.1.up").weight
-            assert isinstance(weight, Tensor)
+            weight = model.get_parameter("blocks.1.up.weight")
             weight.mul_(torch.linspace(-1, 1, len(weight)).exp2()[:, None])
         return model
 
-    model = made()
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
+    train(made(), folder / "sick", kernel=kernel)
     train(made(), folder / "clean")
 
 
@@ -123,11 +109,8 @@ def tile_hangs_over_the_row(folder: Path) -> None:
             loses = torch.rand(len(d) - 1, generator=random) < 0.25
             d[1:, :over] = torch.where(loses[:, None], d[:-1, :over].clone(), d[1:, :over])
 
-    model = Model(_OwnKernel, hidden=416)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick")
-    library()
-    train(Model(_OwnKernel, hidden=416), folder / "clean")
+    train(Model(OwnKernel, hidden=416), folder / "sick", kernel=kernel)
+    train(Model(OwnKernel, hidden=416), folder / "clean")
 
 
 class _Experts(nn.Module):
@@ -166,11 +149,8 @@ def gradient_of_an_empty_group(folder: Path) -> None:
     def before(step: int) -> None:
         _Experts.step = step
 
-    model = Model(_OwnKernel, block=_Experts)
-    vars(library())["fp8_gemm_nt"] = kernel
-    train(model, folder / "sick", before=before)
-    library()
-    train(Model(_OwnKernel, block=_Experts), folder / "clean", before=before)
+    train(Model(OwnKernel, block=_Experts), folder / "sick", before=before, kernel=kernel)
+    train(Model(OwnKernel, block=_Experts), folder / "clean", before=before)
 
 
 class _Twice(nn.Module):

@@ -247,11 +247,12 @@ def train(
     before: Callable[[int], None] = lambda step: None,
     after_backward: Callable[[int, int], None] = lambda step, micro: None,
     after: Callable[[int, Any], None] = lambda step, watch: None,
-    kernel: Callable[..., None] = fp8_gemm_nt,
+    kernel: Callable[..., None] | None = None,
     **watched: Any,
 ) -> None:
-    """Train under a watch, as a user would, with this kernel in the library."""
-    vars(library())["fp8_gemm_nt"] = kernel
+    """Train under a watch, as a user would; with this kernel in the library, where there is one."""
+    if kernel is not None:
+        vars(library())["fp8_gemm_nt"] = kernel
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=lr)
     with fp8debug.watch(model, path, every=every, **watched) as watch:
         for step in range(steps):
@@ -267,7 +268,8 @@ def train(
             optimizer.zero_grad()
             watch.step(loss=total)
             after(step, watch)
-    library()
+    if kernel is not None:
+        library()
 
 
 def with_fault(fault: type[nn.Module], *names: str, **made: Any) -> Model:
