@@ -22,6 +22,7 @@ from tests.adapters import blocks
 from tests.adapters.blocks import MX, NV, BlockLinear, packed, swizzled
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.watching.test_watch import NINE
+from tests.training import losses_and_parameters
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="this torch has no _scaled_mm_v2")
 MXFP4 = replace(MX, format="e2m1fn", scale_format="e8m0")
@@ -38,16 +39,7 @@ def batch(step: int, tokens: int = 64, width: int = 64) -> Tensor:
 
 
 def train(net: nn.Module, x: Tensor, watch: Any = None) -> list[Any]:
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
-    for _ in range(2):
-        loss = net(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    return [losses, [p.detach().clone() for p in net.parameters()]]
+    return losses_and_parameters(net, lambda _: net(x).float().square().mean(), steps=2, watch=watch)
 
 
 def operands_of(net: nn.Sequential, number: int) -> dict[tuple[str, str], Tensor]:

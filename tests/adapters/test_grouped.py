@@ -16,6 +16,7 @@ import fp8debug
 from tests.adapters import blocks
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.watching.test_watch import NINE
+from tests.training import losses_and_parameters
 
 E4M3 = torch.float8_e4m3fn
 #: wgrad's operands have a scale for each row of each expert, which no cast of ours describes.
@@ -144,20 +145,15 @@ class Model(nn.Module):
 
 def train(net: nn.Module, watch: Any = None, steps: int = 2, starves: int = 99) -> list[Any]:
     """Train; from step ``starves`` on the third expert has no tokens either."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    losses = []
-    for step in range(steps):
+
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
         ends = [16, 16, 40 if step < starves else 16, 56]
         offs = torch.tensor(ends, dtype=torch.int32)  # one expert without tokens, eight rows of nobody
-        loss = net(x, offs).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    return [losses, [p.detach().clone() for p in net.parameters()]]
+        loss: Tensor = net(x, offs).float().square().mean()
+        return loss
+
+    return losses_and_parameters(net, loss_of, steps=steps, lr=0.05, watch=watch)
 
 
 @pytest.mark.parametrize("version", [1, 2] if hasattr(functional, "scaled_grouped_mm") else [1])

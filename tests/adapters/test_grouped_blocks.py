@@ -20,6 +20,7 @@ from fp8debug.recipes import Cast
 from tests.adapters import blocks
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.watching.test_watch import NINE
+from tests.training import losses_and_parameters, losses_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its import: extensions for other builds of torch
@@ -64,16 +65,12 @@ def build(**changes: Any) -> Model:
 
 
 def train(net: nn.Module, watch: Any = None) -> list[Any]:
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
-    for step in range(2):
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(ENDS[-1], 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = net(x, torch.tensor(ENDS, dtype=torch.int32)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
+        loss: Tensor = net(x, torch.tensor(ENDS, dtype=torch.int32)).float().square().mean()
+        return loss
+
+    losses = losses_of(net, loss_of, steps=2, lr=0.05, watch=watch)
     return [losses, [getattr(p, "_data", p).detach().clone() for p in net.parameters()]]
 
 
@@ -263,17 +260,12 @@ def test_experts_in_fp4(tmp_path: Path, kernel: None, cast: Cast, capsys: pytest
     offs = torch.tensor([32, 32, 128, 256], dtype=torch.int32)
 
     def trained(net: nn.Module, watch: Any = None) -> list[Any]:
-        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
-        for step in range(2):
+        def loss_of(step: int) -> Tensor:
             x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-            loss = net(x, offs).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            if watch is not None:
-                watch.step(loss=loss)
-        return [losses, [p.detach().clone() for p in net.parameters()]]
+            loss: Tensor = net(x, offs).float().square().mean()
+            return loss
+
+        return losses_and_parameters(net, loss_of, steps=2, lr=0.05, watch=watch)
 
     expected, net = trained(Fp4Model(cast).bfloat16()), Fp4Model(cast).bfloat16()
     weight = net.experts.get_parameter("w1").detach().clone()

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fp8debug
 from fp8debug.store.flop_shares import gemm_shares
 from tests.adapters.linears import same
+from tests.training import losses_and_parameters, watched
 
 transformers: Any = pytest.importorskip("transformers", exc_type=ImportError)
 
@@ -72,21 +74,16 @@ def trained(name: str, path: Path | None, converted: bool) -> list[Any]:
     model = getattr(transformers, name)(getattr(transformers, config)(**options))
     model = fp8debug.convert(model, "blockwise") if converted else model.bfloat16()
     dtype = next(model.parameters()).dtype
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
-    watch = fp8debug.watch(model, path, every=2, optimizer=optimizer) if path is not None else None
-    for step in range(3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss_of(step: int) -> Tensor:
         torch.manual_seed(step)
         inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch(step).items()}
-        loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    if watch is not None:
-        watch.close()
-    return [losses, [p.detach().clone() for p in model.parameters()]]
+        loss: Tensor = model(**inputs).loss
+        return loss
+
+    with watched(model, path, every=2, optimizer=optimizer) as watch:
+        return losses_and_parameters(model, loss_of, steps=3, optimizer=optimizer, watch=watch)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

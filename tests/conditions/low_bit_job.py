@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8debug
 from tests import ranks
+from tests.training import losses_of, watched
 
 STEPS = 2
 
@@ -63,20 +64,14 @@ def train(path: Path | None, name: str) -> list[float]:
     torch.manual_seed(0)
     net = MODELS[name]()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    watch = fp8debug.watch(net, path, every=1, what_if=(), ranks="all") if path else None
-    losses = []
-    for step in range(STEPS):
+
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch:
-            watch.step(loss=loss)
-    if watch:
-        watch.close()
-    return losses
+        loss: Tensor = net(x).square().mean()
+        return loss
+
+    with watched(net, path, every=1, what_if=(), ranks="all") as watch:
+        return losses_of(net, loss_of, steps=STEPS, optimizer=optimizer, watch=watch)
 
 
 def main(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -150,13 +150,25 @@ def assert_same(watched: tuple[Any, ...], alone: tuple[Any, ...]) -> None:
 KINDS = ["torchao tensorwise", "torchao rowwise", "scaled", "plain", "native"]
 
 
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the run of eager code of a kind, which several tests compare with; it is trained when the first asks for it."""
+
+    @cache
+    def run(kind: str, microbatches: int = 1) -> Path:
+        path = tmp_path_factory.mktemp("eager") / "run"
+        train(kind, path, backend=None, microbatches=microbatches)
+        return path
+
+    return run
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path) -> None:
+def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path, eager: Callable[..., Path]) -> None:
     alone = train(kind)
-    train(kind, tmp_path / "eager", backend=None)
     for when in ("before", "after"):
         assert_same(train(kind, tmp_path / when, when=when), alone)
-        assert_same_rows(tmp_path / when, tmp_path / "eager")
+        assert_same_rows(tmp_path / when, eager(kind))
         assert {row["step"] for row in rows(tmp_path / when)} == {0, 2}
 
 
@@ -169,12 +181,11 @@ def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_so_they_are(options: dict[str, Any], tmp_path: Path) -> None:
+def test_so_they_are(options: dict[str, Any], tmp_path: Path, eager: Callable[..., Path]) -> None:
     kind = "torchao rowwise"
     assert_same(train(kind, tmp_path / "run", **options), train(kind, **options))
     # Eager checkpoints have let go of the input when wgrad runs: a repetition records more than they do.
-    train(kind, tmp_path / "eager", backend=None, **{**options, "whole": "", "checkpointed": False})
-    assert_same_rows(tmp_path / "run", tmp_path / "eager")
+    assert_same_rows(tmp_path / "run", eager(kind, options.get("microbatches", 1)))
 
 
 def in_blocks(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import fp8debug
 from fp8debug.errors import AttachError
 from tests.adapters.interception.test_buffers import Linear
 from tests.adapters.linears import CHECKPOINTS
+from tests.training import losses_of, watched
 
 
 class Block(nn.Module):
@@ -48,24 +49,16 @@ def model(recipe: str | None = "blockwise", **options: Any) -> Block:
 
 
 def train(block: Block, path: Path | None, evaluate: bool = False) -> list[float]:
-    watch = fp8debug.watch(block, path, every=1) if path else None
-    optimizer = torch.optim.SGD([p for p in block.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for step in range(3):
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(48, 32, generator=torch.Generator().manual_seed(step))
-        loss = block(x).square().mean()
+        loss: Tensor = block(x).square().mean()
         if evaluate:
             with torch.no_grad():
                 block(x * 100)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch:
-            watch.step(loss=loss)
-    if watch:
-        watch.close()
-    return losses
+        return loss
+
+    with watched(block, path, every=1) as watch:
+        return losses_of(block, loss_of, steps=3, watch=watch)
 
 
 def counts(path: Path, module: str, fp8: bool = True) -> dict[str, int]:

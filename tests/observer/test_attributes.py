@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 import fp8debug
 from fp8debug.observer.attributes import has, is_computed, stored
 from tests.recording.models import rows_of
+from tests.training import losses_of, watched
 
 
 class Drawn(nn.Module):
@@ -93,19 +93,12 @@ def _losses(
         fp8debug.convert(model, kind)
     if when == "after conversion":
         model[0] = wrap(model[0])
-    found, x = [], torch.randn(64, 64)
-    with nullcontext() if path is None else fp8debug.watch(model, path, every=2) as watch:
+    x = torch.randn(64, 64)
+    with watched(model, path, every=2) as watch:
         if when == "under the watch":
             model[0] = wrap(model[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(5):
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-            if watch is not None:
-                watch.step(loss=loss)
+        found = losses_of(model, lambda _: model(x).square().mean(), steps=5, optimizer=optimizer, watch=watch)
         if watch is not None:
             watch.coverage()
     return found, getattr(model[0], "reads", None)
@@ -158,7 +151,7 @@ def test_a_lazy_module_is_recorded_from_its_first_call(tmp_path: Path) -> None:
     def losses(path: Path | None) -> list[float]:
         torch.manual_seed(0)
         model, found, x = nn.Sequential(nn.LazyLinear(48), nn.LazyConv1d(1, 1), nn.Linear(48, 16)), [], torch.randn(8, 4, 32)
-        with nullcontext() if path is None else fp8debug.watch(model, path, every=1) as watch:
+        with watched(model, path, every=1) as watch:
             for _ in range(3):
                 loss = model(x).square().mean()
                 loss.backward()

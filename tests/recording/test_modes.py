@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8debug
 from fp8debug.kernels.torch_state import is_under_dynamo, skipped_by_dynamo
 from tests.recording.models import rows_of
+from tests.training import losses_of, watched
 
 PACKAGE = Path(fp8debug.__file__).parent
 #: Functions of torch that make a tensor out of nothing: their dtype and device are the program's defaults unless named.
@@ -94,7 +95,7 @@ def _train(kind: str | None, path: Path | None, state: State, num_steps: int = 4
     model, losses = _net(kind), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with state(-1):
-        watch = nullcontext() if path is None else fp8debug.watch(model, path, every=1)
+        watch = watched(model, path, every=1)
     with watch as recording:
         for step in range(num_steps):
             x = _batch(step)
@@ -228,17 +229,9 @@ def test_a_model_in_the_default_dtype_is_recorded(dtype: torch.dtype, recipe: st
             model = float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(emulate=True))
         elif recipe is not None:
             fp8debug.convert(model, recipe)
-        optimizer, x, found = torch.optim.SGD(model.parameters(), lr=1e-2), torch.randn(64, 64), []
-        with nullcontext() if path is None else fp8debug.watch(model, path, every=1) as watch:
-            for _ in range(3):
-                loss = (model(x) - x).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-                if watch is not None:
-                    watch.step(loss=loss)
-        return found
+        x = torch.randn(64, 64)
+        with watched(model, path, every=1) as watch:
+            return losses_of(model, lambda _: (model(x) - x).square().mean(), steps=3, lr=1e-2, watch=watch)
 
     with _default_dtype(dtype):
         assert losses(tmp_path / "run") == losses(None)
@@ -293,7 +286,7 @@ def test_a_functional_call_is_recorded_with_the_parameters_that_it_is_given(kind
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-        with nullcontext() if path is None else fp8debug.watch(model, path, every=1) as watch:
+        with watched(model, path, every=1) as watch:
             for step in range(3):
                 x = _batch(step)
                 loss = (torch.func.functional_call(model, given, (x,)) - x).square().mean()
@@ -365,7 +358,7 @@ def _penalized(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_a_second_derivative_is_the_same_under_a_watch(kind: str | None, tmp_path: Path) -> None:
     def gradients(path: Path | None) -> Any:
         model = _net(kind)
-        with nullcontext() if path is None else fp8debug.watch(model, path, every=1) as watch:
+        with watched(model, path, every=1) as watch:
             try:
                 found = [None if grad is None else grad.tolist() for grad in _penalized(model, _batch(0))]
             except Exception as error:  # torchao's own, which a watch does not change

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fp8debug
 from fp8debug.errors import UsageError
 from fp8debug.trackers import TRACKERS, TrackerRun, base, live, sending
 from fp8debug.trackers.base import Tracker
+from tests.training import losses_of
 
 
 class MemoryRun(TrackerRun):
@@ -87,17 +88,14 @@ def train(path: Path, *, fault: bool = False, num_steps: int = 4, **options: Any
     if fault:
         fp8debug.inject(model, "wrong_scale", module="0", step=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
+
+    def loss_of(step: int) -> Tensor:
+        x = torch.randn(16, 32)
+        loss: Tensor = (model(x) - x).square().mean()
+        return loss
+
     with fp8debug.watch(model, path, every=1, optimizer=optimizer, **options) as watch:
-        for _ in range(num_steps):
-            x = torch.randn(16, 32)
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            watch.step(loss=loss)
-    return losses
+        return losses_of(model, loss_of, steps=num_steps, optimizer=optimizer, watch=watch)
 
 
 @pytest.fixture(scope="module")

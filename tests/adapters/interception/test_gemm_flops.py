@@ -15,6 +15,7 @@ import fp8debug
 from fp8debug_cli.coverage import command
 from fp8debug_cli.triage import command as triage
 from tests.adapters.linears import multiply
+from tests.training import losses_of, watched
 
 E4 = torch.float8_e4m3fn
 
@@ -84,21 +85,12 @@ class Net(nn.Module):
 
 
 def trained(path: Path | None, model: nn.Module, every: int = 1, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = fp8debug.watch(model, path, every=every) if path is not None else None
-    losses = []
-    for step in range(steps):
-        loss = model(torch.randn(16, 32, generator=torch.Generator().manual_seed(step)))
-        loss = loss.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    if watch is not None:
-        watch.close()
-    return losses
+    def loss_of(step: int) -> Tensor:
+        loss: Tensor = model(torch.randn(16, 32, generator=torch.Generator().manual_seed(step))).square().mean()
+        return loss
+
+    with watched(model, path, every=every) as watch:
+        return losses_of(model, loss_of, steps=steps, watch=watch)
 
 
 def net(kind: type[nn.Module] = Net) -> nn.Module:

@@ -16,6 +16,7 @@ import fp8debug
 from fp8debug.kernels.dispatch import measure
 from tests.adapters.linears import same
 from tests.adapters.watching.test_watch import NINE
+from tests.training import losses_and_parameters
 
 
 class Inherits(nn.Linear):
@@ -56,18 +57,12 @@ def net(kind: type[nn.Linear], bias: bool = True) -> nn.Sequential:
 
 
 def trained(model: nn.Module, dtype: torch.dtype = torch.float32, watch: Any = None) -> list[Any]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for step in range(2):
+    def loss_of(step: int) -> Tensor:
         x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    return [losses, [p.detach().clone() for p in model.parameters()]]
+        loss: Tensor = model(x).float().square().mean()
+        return loss
+
+    return losses_and_parameters(model, loss_of, steps=2, watch=watch)
 
 
 def tried(path: Path, module: str) -> set[tuple[str, str]]:

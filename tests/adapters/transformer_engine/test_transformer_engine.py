@@ -23,6 +23,7 @@ from tests.adapters.linears import rows, same, sites
 from tests.adapters.transformer_engine import engine as te
 from tests.adapters.transformer_engine.engine_tensors import Float8CurrentScalingQuantizer, Float8TensorStorage
 from tests.adapters.watching.test_watch import NINE
+from tests.training import losses_and_parameters
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("engine")
@@ -68,18 +69,12 @@ def batch(step: int) -> Tensor:
 
 
 def train(net: nn.Module, recipe: Any, watch: Any = None, steps: int = 3) -> list[Any]:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    losses = []
-    for step in range(steps):
+    def loss_of(step: int) -> Tensor:
         with te.autocast(recipe):
-            loss = net(batch(step)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    return [losses, [p.detach().clone() for p in net.parameters()]]
+            loss: Tensor = net(batch(step)).float().square().mean()
+        return loss
+
+    return losses_and_parameters(net, loss_of, steps=steps, lr=0.05, watch=watch)
 
 
 def record(path: Path, net: nn.Module, recipe: Any, steps: int = 2, **options: Any) -> fp8debug.Run:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fp8debug
 from fp8debug.adapters.watching import row_batch, step_writer
@@ -19,6 +19,7 @@ from fp8debug.observer.table import Table
 from fp8debug.store import columns as packed
 from fp8debug.store.write import writer
 from tests.store.recording import python
+from tests.training import losses_of, watched
 
 NUM_STEPS = 6
 
@@ -28,21 +29,14 @@ def train(path: Path | None, during: Callable[[int], None] = lambda step: None, 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
     fp8debug.convert(model, "blockwise")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = None if path is None else fp8debug.watch(model, path, every=2, **options)
-    losses = []
-    for step in range(NUM_STEPS):
+
+    def loss_of(step: int) -> Tensor:
         during(step)
-        loss = model(torch.randn(8, 32)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if watch is not None:
-            watch.step(loss=loss)
-    if watch is not None:
-        watch.close()
-    return losses
+        loss: Tensor = model(torch.randn(8, 32)).square().mean()
+        return loss
+
+    with watched(model, path, every=2, **options) as watch:
+        return losses_of(model, loss_of, steps=NUM_STEPS, watch=watch)
 
 
 def failing(*args: Any, **kwargs: Any) -> Any:
