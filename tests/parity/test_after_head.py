@@ -1,4 +1,4 @@
-"""What a model makes of its head's output: caps and factors in one path alone, and engines whose head gives capped logits."""
+"""Changes of a head's output by its model: caps and factors in one path alone, and engines whose head gives capped logits."""
 
 from __future__ import annotations
 

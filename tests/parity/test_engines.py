@@ -6,7 +6,6 @@ import importlib.util
 import json
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import fp8debug.parity.hook as hook_file
 from fp8debug.parity import compare_paths, record_path
 from fp8debug.parity.sglang import convert_sglang
 from fp8debug_cli.main import cli
+from tests.parity.toy_models import toy_model
 
 WIDTH, HEADS, INNER, VOCABULARY, LAYERS, PADDED = 64, 4, 128, 300, 2, 320
 
@@ -194,13 +194,8 @@ TOKENS = [[int(t) for t in torch.randint(VOCABULARY, (n,), generator=torch.Gener
 
 @pytest.fixture(scope="module")
 def training() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchao, which it imports
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        kinds = transformers.LlamaForCausalLM, transformers.LlamaConfig
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-    torch.manual_seed(0)
-    return kinds[0](kinds[1](**sizes, vocab_size=VOCABULARY, rope_theta=10000.0)).bfloat16().eval()
+    return toy_model("LlamaForCausalLM", "LlamaConfig", **sizes, vocab_size=VOCABULARY, rope_theta=10000.0).bfloat16()
 
 
 @pytest.fixture

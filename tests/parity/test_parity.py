@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from fp8debug.parity.sglang import main as sglang_main
 from fp8debug_cli.main import cli
 from tests.bench.parity import compared, noisy
 from tests.bench.parity_models import FAULTS, rollout, tokens, training
+from tests.parity.toy_models import toy_mixtral, toy_model
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -43,14 +43,7 @@ def test_equal_paths_and_noise_are_silent(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_model_of_transformers_by_another_attention_is_silent_and_its_fp8_is_not(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchao, which it imports
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        kinds = transformers.MixtralForCausalLM, transformers.MixtralConfig
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-    torch.manual_seed(0)
-    model = kinds[0](kinds[1](**sizes, num_key_value_heads=2, num_local_experts=4))
-    model = model.bfloat16().eval()
+    model = toy_mixtral(256, 512).bfloat16()
     batch = {"input_ids": torch.randint(300, (2, 40)), "use_cache": False}
     record_path(model, batch, tmp_path / "sdpa")
     model.set_attn_implementation("eager")
@@ -175,13 +168,7 @@ def test_experts_in_one_tensor_are_compared_with_their_linears(joined: str, fp8:
 
 
 def test_an_expert_of_transformers_that_is_stale_is_named(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchao, which it imports
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        kinds = transformers.MixtralForCausalLM, transformers.MixtralConfig
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
-    torch.manual_seed(0)
-    model = kinds[0](kinds[1](**sizes, num_key_value_heads=2, num_local_experts=4)).eval()
+    model = toy_mixtral(64, 96)
     batch = {"input_ids": torch.randint(300, (2, 40)), "use_cache": False}
     record_path(model, batch, tmp_path / "train")
     experts = model.get_submodule("model.layers.1.mlp.experts")
@@ -342,13 +329,9 @@ def test_the_hook_file_stands_alone() -> None:
 
 
 def _gpt2(dtype: torch.dtype, width: int = 64) -> tuple[Any, dict[str, Any]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torchao, which it imports
-        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        kinds = transformers.GPT2LMHeadModel, transformers.GPT2Config
     sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 64}
-    torch.manual_seed(0)
-    model = kinds[0](kinds[1](**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="eager")).to(dtype).eval()
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    model = toy_model("GPT2LMHeadModel", "GPT2Config", **sizes, **tokens, attn_implementation="eager").to(dtype)
     return model, {"input_ids": torch.randint(300, (2, 40)), "use_cache": False}
 
 

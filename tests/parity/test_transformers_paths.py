@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,16 +23,10 @@ from fp8debug.parity.compare import Limits
 from fp8debug.parity.dump import execution
 from fp8debug.parity.measures import nmse
 from fp8debug_cli.main import cli
+from tests.parity.toy_models import classes_of
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torchao, which it imports
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    KINDS = {
-        kind: (getattr(transformers, f"{kind}ForCausalLM"), getattr(transformers, f"{kind}Config"))
-        for kind in ("Llama", "Qwen2", "Qwen3Moe", "Gemma")
-    }
-    GPT2 = transformers.GPT2LMHeadModel, transformers.GPT2Config
-
+KINDS = {kind: classes_of(f"{kind}ForCausalLM", f"{kind}Config") for kind in ("Llama", "Qwen2", "Qwen3Moe", "Gemma")}
+GPT2 = classes_of("GPT2LMHeadModel", "GPT2Config")
 WIDTH = 128
 SIZES = {
     **{"vocab_size": 300, "hidden_size": WIDTH, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4},
