@@ -1,4 +1,4 @@
-"""What the examples of trainers and backends share: a small gated network, its data, their options and last line."""
+"""Shared by the examples of trainers and backends: a small gated network, its data, their options and last line."""
 
 from __future__ import annotations
 

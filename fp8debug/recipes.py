@@ -202,7 +202,7 @@ class Cast:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether it is FP8 as Hopper has it, which the Triton kernels take: OCP formats of 8 bits, rounded to nearest.
+        """True if it is FP8 as Hopper has it, which the Triton kernels take: OCP formats of 8 bits, rounded to nearest.
 
         With scales in FP32, or powers of two rounded up or as OCP MX says, of whole tensors, rows, or 32 elements and more.
         """

@@ -1,4 +1,4 @@
-"""Whether this torch multiplies FP8 matrices on a CPU, for the tests of programs that do."""
+"""FP8 matrix products of this torch on a CPU: skip marks for the tests of programs that do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table's rows hold, by the names of slots."""
+"""Contents of a table's rows, by the names of slots."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Override:
 
 @dataclass(kw_only=True)
 class Plan:
-    """What :func:`write` records; every field has a healthy default.
+    """Plan of what :func:`write` records; every field has a healthy default.
 
     Attributes:
         num_steps: training steps, each with a row in ``steps``.

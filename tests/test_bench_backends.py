@@ -21,7 +21,7 @@ KINDS = {"native": "Fp8Linear", "torchao": "Float8Linear", "scaled_mm": "ScaledL
 
 
 @pytest.mark.parametrize("recipe", [f"{b}:{r}" for b in KINDS for r in backends.RECIPES[b]])
-def test_each_backend_trains_the_layers_and_is_heard(tmp_path: Path, recipe: str) -> None:
+def test_each_backend_trains_the_layers_and_is_recorded(tmp_path: Path, recipe: str) -> None:
     backend = recipe.partition(":")[0]
     if lacks := backends.missing([backend]):
         pytest.skip(lacks)

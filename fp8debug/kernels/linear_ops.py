@@ -86,7 +86,7 @@ class OpObserver(Protocol):
 
 
 class ObservedOps:
-    """Who is asked about each op: the one that finds a watched Fp8Linear's recorder, while anything may be to record.
+    """Receiver of each op: it finds a watched Fp8Linear's recorder, while anything may be to record.
 
     Attributes:
         asked: it, None for nobody. Ops run in more than one thread: read it once.

@@ -38,7 +38,7 @@ def _overflow(out: Tensor, classes: Tensor, step: int) -> Tensor:
 
 
 class Event:
-    """What happens to a training.
+    """Event in a training.
 
     Args:
         loss: of an output, classes and step.

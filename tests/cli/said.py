@@ -1,4 +1,4 @@
-"""What a command line answered: its exit code and both streams."""
+"""Answer of a command line: its exit code and both streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8debug_cli.main import status
 
 
 class Said:
-    """What a command line answered; ``RUNS`` stands for the folder of the runs, in the line and in what was printed."""
+    """Answer of a command line; ``RUNS`` stands for the folder of the runs, in the line and in what was printed."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], runs: Path, line: str) -> None:
         self.code = status([word.replace("RUNS", str(runs)) for word in line.split()])

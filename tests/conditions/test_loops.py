@@ -1,4 +1,4 @@
-"""What happens inside one training loop: recomputed, shared, repeated, frozen and adapted modules, evaluation, scaling."""
+"""Conditions inside one training loop: recomputed, shared, repeated, frozen and adapted modules, evaluation, scaling."""
 
 from __future__ import annotations
 

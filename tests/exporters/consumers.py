@@ -1,4 +1,4 @@
-"""What the exporter tests share: a run with names that formats trip over, and a list that no format but our own can hold."""
+"""Shared by the exporter tests: a run with names that formats trip over, and a list that no format but our own can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every exporter: nothing is dropped in silence, no name breaks a file, an empty list is a valid file."""
+"""Laws of every exporter: nothing is dropped in silence, no name breaks a file, an empty list is a valid file."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 class Linear:
-    """What a filter sees of an nn.Linear."""
+    """An nn.Linear as a filter sees it."""
 
     def __init__(self, in_features: int = 64, out_features: int = 64) -> None:
         self.in_features, self.out_features = in_features, out_features

@@ -1,4 +1,4 @@
-"""What is fuzzed: every reader takes any bytes and answers, or says in an error of ours what is wrong; nothing else comes out."""
+"""Targets of the fuzzer: every reader takes any bytes and answers, or raises an error of ours that says what is wrong."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Planned:
 
     @property
     def run(self) -> Planned:
-        """What Triton starts."""
+        """Kernel as Triton starts it."""
         return self
 
     def _init_handles(self) -> None:
@@ -284,7 +284,7 @@ def leaving() -> None:
 
 
 def usual() -> None:
-    """What a watched step of a large layer launches, and some of every other kernel."""
+    """Launch what a watched step of a large layer does, and some of every other kernel."""
     m, n, _ = LARGE
     x = empty(m, n)
     for cast, layout in ((TILE, "rows"), (Cast(granularity="128x1"), "columns"), (BLOCK, "rows")):

@@ -1,4 +1,4 @@
-"""What the programs of Triton's wheel say of a kernel's machine code."""
+"""A kernel's machine code, as the programs of Triton's wheel show it."""
 
 from __future__ import annotations
 

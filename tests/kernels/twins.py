@@ -1,4 +1,4 @@
-"""What tests of the kernels share; they run on a GPU, or on the CPU by Triton's interpreter."""
+"""Helpers of the kernels' tests, which run on a GPU, or on the CPU by Triton's interpreter."""
 
 from __future__ import annotations
 

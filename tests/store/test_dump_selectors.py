@@ -1,4 +1,4 @@
-"""What the strings of ``watch(dump=...)`` select, their mistakes line by line, and when a loss is a spike."""
+"""Strings of ``watch(dump=...)``: what they select, their mistakes line by line, and when a loss is a spike."""
 
 from __future__ import annotations
 

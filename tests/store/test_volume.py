@@ -1,4 +1,4 @@
-"""What a run will write is known before it begins, and a budget is kept: by the plan, and by a cap if the plan was wrong."""
+"""The volume of a run is known before it begins, and a budget is kept: by the plan, and by a cap if the plan was wrong."""
 
 from __future__ import annotations
 

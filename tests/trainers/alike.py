@@ -1,4 +1,4 @@
-"""What every trainer of several ranks is held to: it trains the same under a watch, and the run is whole."""
+"""Requirements on every trainer of several ranks: it trains the same under a watch, and the run is whole."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class OnCpu(TorchFunctionMode):
 
 
 class _InFp8:
-    """What a Linear of the package multiplies by, in FP8."""
+    """FP8 product of a Linear of the package."""
 
     rowwise = turned = False
     fused_bias = None

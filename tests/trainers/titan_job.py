@@ -127,7 +127,7 @@ def config_of(folder: Path, parallel: dict[str, Any], checkpointing: Any, *, is_
 
 
 class Listening:
-    """What the trainer logs of its steps."""
+    """Log of the trainer's steps."""
 
     def __init__(self, trainer: Any) -> None:
         self.found: list[list[float]] = []

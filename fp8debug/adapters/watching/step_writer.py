@@ -83,12 +83,12 @@ class StepWriter:
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
-        sheet = self._described.row_batch(filled, snapshot.layout, first_call(min(self.stages, default=0)))
-        batch = stats_batch(finished, snapshot, sheet)
+        row_batch = self._described.row_batch(filled, snapshot.layout, first_call(min(self.stages, default=0)))
+        batch = stats_batch(finished, snapshot, row_batch)
         self._writer.breathe()
         if self._changes.has_guard:
-            self._changes.judge_step(finished.step, sheet.columns())
-        for module, message in sheet.first_nonfinite(self._nonfinite):
+            self._changes.judge_step(finished.step, row_batch.columns())
+        for module, message in row_batch.first_nonfinite(self._nonfinite):
             self._writer.breathe()
             self._writer.event(finished.step, "nonfinite", module, message)
             if self._dumper is not None:

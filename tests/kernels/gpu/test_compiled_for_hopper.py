@@ -42,7 +42,7 @@ AGAIN = ("fast_kernel", "two_way_kernel", "foreign_cast_kernel", "sample_kernel"
 
 @cache
 def kernels(*options: str) -> list[dict[str, Any]]:
-    """What ``hopper.py`` says of each kernel; in a process of its own, where nothing is interpreted."""
+    """Return the report of ``hopper.py`` on each kernel; in a process of its own, where nothing is interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/kernels/hopper.py"), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

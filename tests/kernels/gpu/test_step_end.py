@@ -1,4 +1,4 @@
-"""What leaves a GPU: a step's state and its numbers by kernels, and lists of integers the other way."""
+"""Transfers from a GPU: a step's state and its numbers by kernels, and lists of integers the other way."""
 
 from __future__ import annotations
 

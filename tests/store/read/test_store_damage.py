@@ -1,4 +1,4 @@
-"""What cannot be read is named and the rest is read; older and newer files, broken manifests, wrong folders."""
+"""Damaged files are named and the rest is read; older and newer files, broken manifests, wrong folders."""
 
 from __future__ import annotations
 

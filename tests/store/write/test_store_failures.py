@@ -1,4 +1,4 @@
-"""What may go wrong under a writer: training goes on, hears of it once, and finds an event of it where one can be written."""
+"""Failures under a writer: training goes on, is told once, and finds an event of it where one can be written."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def sample(kind: str = "plain", shape: tuple[int, int] = SHAPE, dtype: torch.dty
 
 
 def given(x: torch.Tensor, cast: Cast, scales: str = "own") -> Quantized:
-    """What a library may have made of a tensor, on the CPU."""
+    """Return a cast as a library may have made it, on the CPU."""
     q = reference.quantize(x, cast)
     if scales == "own":
         return q
@@ -105,7 +105,7 @@ def check(x: torch.Tensor, cast: Cast, q: Quantized, layout: str = "") -> dict[s
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether programs went over their units in FP64; nothing on a GPU, where nobody can tell."""
+    """Return whether programs went over their units in FP64; nothing on a GPU, where nobody can tell."""
     taken: list[bool] = []
     exact = foreign_kernel.exact_units
 

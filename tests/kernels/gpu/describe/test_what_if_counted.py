@@ -34,7 +34,7 @@ SHAPE = (256, 384)
 
 
 def table_of(x: torch.Tensor) -> torch.Tensor:
-    """How often each bit pattern is there but for zeros, in a table's order."""
+    """Return how often each bit pattern is there but for zeros, in a table's order."""
     bits = x.cpu().contiguous().view(torch.int16).flatten().int() & 0xFFFF
     table = torch.bincount((bits & 0x7FFF) * 2 + (bits >> 15), minlength=65536).int()
     table[:2] = 0

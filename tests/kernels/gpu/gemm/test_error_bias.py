@@ -1,4 +1,4 @@
-"""What a kernel takes off a sample of a result is what torch ops take off all of it: on the GPU, and by Triton's interpreter."""
+"""A kernel takes off a sample of a result the bias that torch ops take off all of it: on the GPU, and by Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worked out of GEMM results equals the reference: on the GPU, and on the CPU by Triton's interpreter."""
+"""Errors of GEMM results equal the reference's: on the GPU, and on the CPU by Triton's interpreter."""
 
 from __future__ import annotations
 

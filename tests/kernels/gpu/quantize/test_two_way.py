@@ -198,7 +198,7 @@ def test_more_shared_memory_is_asked_of_releases_and_drivers_that_are_known(monk
 
 
 def exchanged() -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
-    """What each of 512 threads takes of a tile, as (row, column), and the addresses of accesses that happen at once."""
+    """Return each of 512 threads' elements of a tile, as (row, column), and the addresses of accesses that happen at once."""
     memory: dict[int, tuple[int, int]] = {}
     accesses: list[list[int]] = []
     for warp, h, matrix in product(range(16), range(4), range(4)):
