@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.bench.situations.stack import (
     batch,
     cross_entropy,
     quantized,
+    rollouts,
     scaled,
     train,
     with_fault,
@@ -122,29 +122,6 @@ def bias_dropped(folder: Path) -> None:
 
     rollouts(folder / "sick", drop, bias=True)
     rollouts(folder / "clean", lambda engine: None, bias=True)
-
-
-def rollouts(path: Path, spoil: Callable[[Any], None], *, bias: bool = False, **made: Any) -> None:
-    """Train, and compare with a rollout engine that is a copy of the model in which something is not as it should be."""
-    model = Model(nn.Linear, bias=bias, **made)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.copy_(torch.linspace(-1, 1, len(p)))
-    fp8debug.convert(model, "blockwise", overrides={"head": None})
-
-    def engine(tokens: Tensor) -> Tensor:
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            spoil(other)
-            out: Tensor = other(tokens)
-        return out
-
-    def compare(step: int, watch: Any) -> None:
-        if step % 6 == 5:
-            watch.compare_inference(batch(999)[0], inference=engine)
-
-    train(model, path, lr=5e-3, after=compare)
 
 
 @situation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from tests.bench.situations.stack import (
     Model,
     OwnKernel,
     altered,
-    batch,
     cross_entropy,
     expanded,
     fp8_gemm_nt,
     quantized,
+    rollouts,
     scales_of,
     train,
     with_fault,
@@ -326,21 +325,8 @@ def attention_loses_mass(folder: Path) -> None:
     codes=("F122",), modules=("head",), words=("weight",),
 )  # fmt: skip
 def stale_head_in_rollout(folder: Path) -> None:
-    model = fp8debug.convert(Model(nn.Linear), "blockwise", overrides={"head": None})
-    old = model.get_parameter("head.weight").detach().clone()
-
-    def engine(tokens: Tensor) -> Tensor:
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            other.get_parameter("head.weight").copy_(old)
-            out: Tensor = other(tokens)
-        return out
-
-    def compare(step: int, watch: Any) -> None:
-        if step % 8 == 7:
-            watch.compare_inference(batch(999)[0], inference=engine)
-
-    train(model, folder / "sick", lr=5e-3, steps=32, after=compare)
+    first = Model(nn.Linear).head.weight.detach()
+    rollouts(folder / "sick", lambda engine: engine.head.weight.copy_(first), steps=32)
 
 
 @situation(

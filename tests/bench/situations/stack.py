@@ -5,6 +5,7 @@ Faults override ``cast`` or ``product`` of one class.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -270,6 +271,29 @@ def train(
             after(step, watch)
     if kernel is not None:
         library()
+
+
+def rollouts(path: Path, spoil: Callable[[Any], None], *, bias: bool = False, steps: int = 24, **made: Any) -> None:
+    """Train, and compare four times with a rollout engine: a copy of the model in which something is not as it should be."""
+    model = Model(nn.Linear, bias=bias, **made)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.copy_(torch.linspace(-1, 1, len(p)))
+    fp8debug.convert(model, "blockwise", overrides={"head": None})
+
+    def engine(tokens: Tensor) -> Tensor:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            spoil(other)
+            out: Tensor = other(tokens)
+        return out
+
+    def compare(step: int, watch: Any) -> None:
+        if (step + 1) % (steps // 4) == 0:
+            watch.compare_inference(batch(999)[0], inference=engine)
+
+    train(model, path, lr=5e-3, steps=steps, after=compare)
 
 
 def with_fault(fault: type[nn.Module], *names: str, **made: Any) -> Model:
