@@ -348,6 +348,16 @@ def test_zeros_that_the_magnitudes_do_not_explain(tmp_path: Path, rate: float, s
     assert [f.code for f in triage(build(tmp_path / "small", overrides=small))] == []
 
 
+@pytest.mark.parametrize(("worst", "is_single"), [(300.0, True), (150.0, False)])
+def test_a_few_elements_far_off_are_told_from_noise(tmp_path: Path, worst: float, is_single: bool) -> None:
+    """A tile at the largest code in values that are right elsewhere: noise of that size has no such peak."""
+    near = {**rotated(0.929, 1.07), "headroom": 1.0, "max_abs_err": lambda row: worst * row["scale_inv_max"]}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**sick.DGRAD, slots=near)]))
+    assert (finding.code, finding.module) == ("F128", CULPRIT)
+    assert ("a few elements are off by" in finding.message) is is_single
+    assert ("the right values with noise" in finding.message) is not is_single
+
+
 NOTHING: dict[str, Any] = {
     "sum_x2": 0.0, "sum_xy": 0.0, "sum_y2": 1e-4, "sum_err2": 1e-4, "max_abs_err": 2e-4, "num_zero": lambda row: row["numel"],
 }  # fmt: skip
