@@ -244,8 +244,8 @@ EVENTS: tuple[Column, ...] = (
         "string",
         "",
         "",
-        "What happened, for programs: not-watched, recording-stopped, program-ended, not-observed:GEMMS (which the module needs),"
-        " not-observed-in-fp8:GEMMS; null for anything else, and in runs of schema 4 and older.",
+        "For programs: not-watched, recording-stopped, program-ended, not-observed:GEMMS (which the module needs),"
+        " not-observed-in-fp8:GEMMS; null for anything else, and before schema 5.",
     ),
 )
 
