@@ -363,17 +363,12 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str, loss: str) -> Cl
         if others:
             why = f"no cast was judged: FP8 ran in {others[0]}{_and_more(len(others) - 1)}, which is not recorded"
         what = f"{loss}, and {why}; {rules}; none found a fault ({extent})"
-        return Classification(
-            kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *outside, *unread, *_recomputed(run))
-        )
+        return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *outside, *unread))
     what = f"{loss}; {rules}; none found a fault ({extent})"
     if unread:
         what += ", and part of the run could not be read"
     return Classification(
-        kind="loss-fine",
-        cause="not-judged" if unread else "healthy",
-        what=what,
-        evidence=(advice, *outside, *unread, *_recomputed(run)),
+        kind="loss-fine", cause="not-judged" if unread else "healthy", what=what, evidence=(advice, *outside, *unread)
     )
 
 
@@ -397,17 +392,6 @@ def _outside(run: Run) -> Iterable[str]:
         yield (
             f"not watched: what modules add to the results of their GEMMs: the bias of {added[0]}{_and_more(len(added) - 1)};"
             " a bias that is left out or added twice shows in fp8debug parity of two paths"
-        )
-
-
-def _recomputed(run: Run) -> Iterable[str]:
-    """Return whose forward passes are recomputed, of which no row tells the casts."""
-    query = "SELECT module, min(call_index) AS place FROM raw WHERE gemm = 'wgrad' AND num_reread_blocks > 0"
-    again = run.sql(f"{query} GROUP BY module ORDER BY place, module").to_pylist()
-    if again:
-        yield (
-            "not watched: the casts of forward passes that are recomputed (activation checkpointing), of"
-            f" {again[0]['module']}{_and_more(len(again) - 1)}; of them wgrad's input is compared with that of the first pass"
         )
 
 

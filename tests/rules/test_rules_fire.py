@@ -253,15 +253,6 @@ def test_a_bias_is_told_as_not_watched(tmp_path: Path) -> None:
     assert [line for line in verdict["evidence"] if f"the bias of {CULPRIT};" in line]
 
 
-def test_casts_of_recomputed_passes_are_told_as_not_watched(tmp_path: Path) -> None:
-    once = Override(gemm="wgrad", tensor="input", slots={"num_reread": 0, "num_reread_blocks": 0})
-    for name, overrides, first in (("run", [], "blocks.0.attn.qkv and 5 more"), ("once", [once], None)):
-        verdict = triage(build(tmp_path / name, overrides=overrides)).classification
-        assert verdict is not None and verdict["cause"] == "healthy"
-        told = [line for line in verdict["evidence"] if "recomputed (activation checkpointing), of" in line]
-        assert len(told) == (first is not None) and all(f"of {first};" in line for line in told)
-
-
 GRADIENTS: dict[str, Any] = {"tensor": "grad_output", "reference": "operand"}
 
 
