@@ -27,9 +27,9 @@ Floats = NDArray[np.float32]
 #: ROUNDED_SCALE an E4M3 scale (NVFP4), EVEN a scale that lets an amax clip which its format's mantissa rounds down (torchao's
 #: EVEN), FLOOR a scale rounded down, and the place of a coarser format than E4M3 in ``_COARSER`` is multiplied by FORMAT. Of a
 #: row, see ``row_kinds``: CLIPS_LITTLE clips by no more than what no rule takes for a fault, NO_CAUSE has zeros of which no rule
-#: names the cause.
+#: names the cause, BELOW_FLOOR is an operand of less than 8 bits that is farther from its tensor than its cast can put it (F128).
 E5M2, DELAYED, WGRAD_GRAD_OUTPUT, SHADOW, EXACT, STOCHASTIC, ROUNDED_SCALE, EVEN = 1, 2, 4, 8, 16, 32, 64, 128
-FLOOR, CLIPS_LITTLE, NO_CAUSE, FORMAT = 256, 512, 1024, 2048
+FLOOR, CLIPS_LITTLE, NO_CAUSE, BELOW_FLOOR, FORMAT = 256, 512, 1024, 2048, 4096
 #: Formats of less than 8 bits, the coarsest first: a result has the kind of its coarser operand.
 _COARSER = sorted((f for f in FORMATS.values() if f.bits < 8), key=lambda f: f.mantissa_bits)
 
@@ -174,8 +174,12 @@ def _of_low_bits(metric: str, kind: int) -> HealthyRange | None:
     """Return the envelope of FP4, FP6, of rounding at random, or of E4M3 scales; None where that of E4M3 holds."""
     deficit = deficit_db(kind)
     match metric:
-        case "sqnr_db" if not kind & EXACT:
-            return _lower(_RESULT_DB if kind & SHADOW else _OPERAND_DB, deficit)
+        case "sqnr_db" if kind & SHADOW:
+            return _lower(_RESULT_DB, deficit)
+        case "sqnr_db" if not kind & EXACT:  # how far it may be depends on its magnitudes: "act" is what BELOW_FLOOR says
+            usual = _lower(_OPERAND_DB, deficit)
+            is_below = kind & BELOW_FLOOR
+            return HealthyRange(usual.values[:2], usual.severities[:2]) if is_below else _never_act(usual)
         case "cosine" if not kind & EXACT:
             return _noisier(_COSINE_RESULT if kind & SHADOW else _COSINE, deficit)
         case "underflow_rate" | "underflow_nonzero_rate":
@@ -218,8 +222,13 @@ _ENVELOPES: dict[str, tuple[tuple[int, HealthyRange], ...]] = {
 }
 
 
-#: The bit of a row with which a column says "act" of no value.
-ROW_BITS = {"overflow_rate": CLIPS_LITTLE, "underflow_rate": NO_CAUSE, "underflow_nonzero_rate": NO_CAUSE}
+#: The bit of a row that a column needs: with the first two it says "act" of no value, with the last of each.
+ROW_BITS = {
+    "overflow_rate": CLIPS_LITTLE,
+    "underflow_rate": NO_CAUSE,
+    "underflow_nonzero_rate": NO_CAUSE,
+    "sqnr_db": BELOW_FLOOR,
+}
 
 
 @cache
@@ -232,7 +241,8 @@ def envelope(metric: str, kind: int = 0) -> HealthyRange | None:
         found = _of_low_bits(metric, kind)
     if found is None:
         found = next((found for bits, found in _ENVELOPES.get(metric, ()) if kind & bits == bits), None)
-    return _never_act(found) if found is not None and kind & ROW_BITS.get(metric, 0) else found
+    is_left = kind & ROW_BITS.get(metric, 0) & ~BELOW_FLOOR
+    return _never_act(found) if found is not None and is_left else found
 
 
 def kinds_in(kinds: NDArray[np.int32]) -> list[int]:
@@ -260,6 +270,8 @@ _ABOVE_WARN = {
     "delayed": (limits.WARN_CLIPPED_DELAYED, limits.MAX_CLIPPED_DELAYED - limits.WARN_CLIPPED_DELAYED),
     "current": (0.0, limits.MAX_CLIPPED),
 }
+#: The same of the SQNR of operands below 8 bits, in dB below E4M3's "act": those that F128 names are beyond all others.
+_ACT_DB, _LEFT_SLOPE, _NAMED_DB = 25.0, 1e-3, 1000.0
 
 
 def badness(metric: str, values: Floats, kind: int) -> Floats:
@@ -267,7 +279,12 @@ def badness(metric: str, values: Floats, kind: int) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):
         match metric:
             case "sqnr_db" | "worst_block_sqnr_db":
-                return -(values + np.float32(deficit_db(kind)))
+                own = -(values + np.float32(deficit_db(kind)))
+                if metric != "sqnr_db" or kind < FORMAT or kind & (SHADOW | EXACT):
+                    return own
+                if kind & BELOW_FLOOR:
+                    return own + np.float32(_NAMED_DB)
+                return np.where(own > -_ACT_DB, -_ACT_DB + (own + _ACT_DB) * _LEFT_SLOPE, own).astype(np.float32)
             case "cosine":
                 coarser = 10 ** (-deficit_db(kind & ~STOCHASTIC) / 10) if kind // FORMAT else 0.25 if kind & E5M2 else 1
                 return (1 - values) * np.float32(coarser)
@@ -304,7 +321,13 @@ def badness_sql(metric: str, kind: str = "0") -> str:
         case "sqnr_db" | "worst_block_sqnr_db":
             cases = " ".join(f"WHEN cast_name LIKE '%{name}%' THEN {db!r}" for name, db in deficits)
             random = "CASE WHEN cast_name LIKE '%stochastic%' THEN 3 ELSE 0 END"
-            return f"-({metric} + CASE {cases} WHEN {is_e5m2} THEN 5.95 ELSE 0 END + {random})"
+            own = f"-({metric} + CASE {cases} WHEN {is_e5m2} THEN 5.95 ELSE 0 END + {random})"
+            if metric != "sqnr_db" or kind == "0":
+                return own
+            is_low = f"{kind} >= {FORMAT} AND {kind} & {SHADOW | EXACT} = 0"
+            named = f"WHEN {is_low} AND {kind} & {BELOW_FLOOR} > 0 THEN {own} + {_NAMED_DB}"
+            left = f"WHEN {is_low} AND {own} > {-_ACT_DB} THEN {-_ACT_DB} + ({own} + {_ACT_DB}) * {_LEFT_SLOPE}"
+            return f"CASE {named} {left} ELSE {own} END"
         case "cosine":
             cases = " ".join(f"WHEN cast_name LIKE '%{name}%' THEN {10 ** (-db / 10)!r}" for name, db in deficits)
             return f"(1 - {metric}) * CASE {cases} WHEN {is_e5m2} THEN 0.25 ELSE 1 END"

@@ -295,8 +295,8 @@ def health(
         within, _ = step_condition(run, first, last, is_thin, part)
         keys = keys_of(run, f"{condition} AND {within}", values)
         sites, apart = sites_within(run, first, last, is_thin, part)
-        steps = steps_read(run, first, last, is_thin, part)
-        names, cells, codes, found = worst_cells(run, keys, steps, first, width, f"{sites} AND {condition}", values)
+        read = steps_read(run, first, last, is_thin, part)
+        names, cells, codes, found = worst_cells(run, keys, read, first, width, f"{sites} AND {condition}", values)
     return replace(
         heat,
         modules=tuple(names),

@@ -1,25 +1,31 @@
-"""Bits of a row's kind beside those of its site: what no rule takes for a fault, by the rules' own limits.
+"""Bits of a row's kind beside those of its site: what rules take for a fault and what not, by their own limits.
 
 ``CLIPS_LITTLE`` clips, and F104 (under delayed and static scales F101) leaves it: its headroom is that of values that were
 rounded before the scale was made, or that of growth. ``NO_CAUSE`` has zeros that F102, F105, F106 and F128 leave: there is no
 outlier above them, the scale is not too old, no tokens of unequal size share it, and the SQNR says what they cost.
+``BELOW_FLOOR`` is an operand of less than 8 bits that F128 names: its magnitudes say how far from its tensor the cast can put it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS
 from fp8debug.metrics import limits
 from fp8debug.metrics.histogram import FIRST_LOG2
+from fp8debug.recipes import Cast
 
-from .healthy_ranges import CLIPS_LITTLE, KIND_SQL, NO_CAUSE, ROW_BITS
+from .healthy_ranges import BELOW_FLOOR, CLIPS_LITTLE, KIND_SQL, NO_CAUSE, ROW_BITS
 
 if TYPE_CHECKING:
     from fp8debug import Run
 
 _IS_DELAYED = "(cast_name LIKE '%delayed%' OR cast_name LIKE '%static%')"
-_IS_BELOW_8_BITS = "(" + " OR ".join(f"cast_name LIKE '{f.name} %'" for f in FORMATS.values() if f.bits < 8) + ")"
+_BELOW_8_BITS = sorted(f.name for f in FORMATS.values() if f.bits < 8)
+_IS_BELOW_8_BITS = "(" + " OR ".join(f"cast_name LIKE '{name} %'" for name in _BELOW_8_BITS) + ")"
 
 
 def kind_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
@@ -28,7 +34,7 @@ def kind_sql(run: Run, metric: str = "", within: str | None = "TRUE") -> str:
     return KIND_SQL if bits == "0" else f"({KIND_SQL} + {bits})"
 
 
-def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE", has_zeros: bool | None = None) -> str:
+def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE", with_histograms: bool | None = None) -> str:
     """Return SQL over ``sites`` for the bits of a row that a metric needs, or all metrics; 0 where there are none.
 
     Args:
@@ -36,14 +42,21 @@ def bits_sql(run: Run, metric: str = "", within: str | None = "TRUE", has_zeros:
         metric: a column of ``ROW_BITS``; of another none is needed. All of them by default.
         within: SQL condition on the steps of the rows that it will be asked of; None where they are few, so that their
             histograms may be read without a look for inputs that need them.
-        has_zeros: whether :func:`inputs_with_zeros_sql` is true of any of them, where that is known.
+        with_histograms: whether :func:`needs_histogram_sql` is true of any of them, where that is known.
     """
     wanted = {ROW_BITS.get(metric, 0)} if metric else set(ROW_BITS.values())
     found = []
+    casts = _casts_below_8_bits(run) if "sqnr_db" in run.columns else {}
+    if with_histograms is None:
+        asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {needs_histogram_sql(run)} LIMIT 1"
+        needs = (NO_CAUSE in wanted and bool(_zero_rates(run))) or (BELOW_FLOOR in wanted and bool(casts))
+        with_histograms = needs and (within is None or run.memo(f"histograms {within}", lambda: bool(run.sql(asked).num_rows)))
+    if BELOW_FLOOR in wanted and casts:
+        found.append(f"CASE WHEN {_is_below_floor(run, casts, with_histograms)} THEN {BELOW_FLOOR} ELSE 0 END")
     if CLIPS_LITTLE in wanted and "overflow_rate" in run.columns:
         found.append(f"CASE WHEN coalesce({_clips_little(run)}, FALSE) THEN {CLIPS_LITTLE} ELSE 0 END")
     if NO_CAUSE in wanted and _zero_rates(run):
-        has_cause = _has_cause(run, within, has_zeros)
+        has_cause = _has_cause(run, with_histograms)
         found.append(f"CASE WHEN {_zeros_of(run)} > {limits.WARN_UNDERFLOW} AND NOT {has_cause} THEN {NO_CAUSE} ELSE 0 END")
     return f"({' + '.join(found)})" if found else "0"
 
@@ -72,25 +85,76 @@ def _has_enough(run: Run) -> str:
     return f"coalesce({_column(run, 'num_underflow')}, {limits.MIN_UNDERFLOW_ELEMENTS}) >= {limits.MIN_UNDERFLOW_ELEMENTS}"
 
 
-def inputs_with_zeros_sql(run: Run) -> str:
-    """Return SQL over ``sites`` or ``stats`` of whether a row is an input with zeros: its histogram may tell of an outlier."""
-    if not _zero_rates(run):
-        return "FALSE"
-    return f"(gemm = 'fprop' AND tensor = 'input' AND {_has_enough(run)} AND {_zeros_of(run)} > {limits.WARN_UNDERFLOW})"
+def needs_histogram_sql(run: Run) -> str:
+    """Return SQL over ``sites`` or ``stats`` of whether a row's bits depend on its histogram.
+
+    It may tell of an outlier above the zeros of an input, and how far an operand of less than 8 bits can be from its tensor.
+    """
+    found = []
+    if _zero_rates(run):
+        found.append(f"gemm = 'fprop' AND tensor = 'input' AND {_has_enough(run)} AND {_zeros_of(run)} > {limits.WARN_UNDERFLOW}")
+    casts = _casts_below_8_bits(run) if "sqnr_db" in run.columns else {}
+    highest = [(name, limits.highest_floor_db(cast)) for name, cast in casts.items() if limits.judges_magnitudes(cast)]
+    if highest:
+        found.append(f"reference = 'operand' AND sqnr_db < CASE cast_name {_cases(highest)} END")
+    return f"({' OR '.join(f'({one})' for one in found)})" if found else "FALSE"
 
 
-def _has_cause(run: Run, within: str | None, has_zeros: bool | None) -> str:
+def _casts_below_8_bits(run: Run) -> dict[str, Cast]:
+    """Return the casts of operands to formats of less than 8 bits by name; footers tell at once that a run has none."""
+    first, last = _BELOW_8_BITS[0], _BELOW_8_BITS[-1]
+    query = (
+        f"SELECT DISTINCT cast_name FROM raw WHERE cast_name >= '{first} ' AND cast_name < '{last}!' AND reference = 'operand'"
+    )
+
+    def read() -> dict[str, Cast]:
+        found = {}
+        for name in sorted(run.sql(query)["cast_name"].to_pylist()):
+            with suppress(UsageError):  # of another version
+                found[name] = Cast.parse(name)
+        return {name: cast for name, cast in found.items() if cast.format in _BELOW_8_BITS}
+
+    casts: dict[str, Cast] = run.memo("casts below 8 bits", read)
+    return casts
+
+
+def _cases(values: Iterable[tuple[str, object]]) -> str:
+    return " ".join(f"WHEN '{name}' THEN {value}" for name, value in values)
+
+
+def _is_below_floor(run: Run, casts: Mapping[str, Cast], with_histograms: bool) -> str:
+    """Return SQL of whether F128 names an operand of less than 8 bits."""
+    least = f"sqnr_db < CASE cast_name {_cases((name, limits.operand_floor_db(cast)) for name, cast in casts.items())} END"
+    conditions = [f"({least})"]
+    if with_histograms and {"log2_hist", "amax", "scale_inv_max", "sum_x2"} <= set(run.columns):
+        alike: dict[str, list[tuple[str, Cast]]] = {}
+        for name, cast in casts.items():
+            if limits.judges_magnitudes(cast):
+                alike.setdefault(limits.below_tensor_floor_sql(cast), []).append((name, cast))
+        for is_below, of in alike.items():
+            highest = _cases((name, limits.highest_floor_db(cast)) for name, cast in of)
+            conditions.append(f"(CASE WHEN sqnr_db < CASE cast_name {highest} END THEN {is_below} END)")
+    return f"coalesce(reference = 'operand' AND ({' OR '.join(conditions)}), FALSE)"
+
+
+def site_bits(metric: str, gemm: str, tensor: str, cast_name: str) -> int:
+    """Return the bits of a metric that all rows of a site have, whatever their values: no rule judges it there."""
+    is_zeros = ROW_BITS.get(metric, 0) == NO_CAUSE
+    is_delayed = "delayed" in cast_name or "static" in cast_name
+    may_have = (gemm, tensor) == ("fprop", "input") or is_delayed
+    may_have = may_have or ((gemm, tensor) == ("dgrad", "grad_output") and " 128x128 current" in cast_name)
+    return NO_CAUSE if is_zeros and not may_have else 0
+
+
+def _has_cause(run: Run, with_histograms: bool) -> str:
     """Return SQL of whether a rule may name the cause of a row's zeros, never null."""
     zeros, headroom, sqnr = _zeros_of(run), _column(run, "headroom"), _column(run, "sqnr_db")
     enough = _has_enough(run)
     is_fresh = f"coalesce({headroom}, 1) >= {limits.MAX_STALE_HEADROOM}"
     is_much = f"NOT ({_IS_BELOW_8_BITS} AND {zeros} < {limits.MAX_UNDERFLOW_LOW_BITS})"
     outlier = f"gemm = 'fprop' AND tensor = 'input' AND {is_fresh} AND {is_much}"
-    asked = f"SELECT 1 AS one FROM stats WHERE {within} AND {inputs_with_zeros_sql(run)} LIMIT 1"
-    if has_zeros is None:
-        has_zeros = within is None or run.memo(f"inputs with zeros {within}", lambda: bool(run.sql(asked).num_rows))
-    # Histograms take as long to read as all else: only where an input has zeros.
-    if has_zeros:
+    # Histograms take as long to read as all else: only where a row needs them.
+    if with_histograms:
         outlier += f" AND {_has_outlier(run)}"
     stale = f"{_IS_DELAYED} AND {headroom} < {limits.MAX_STALE_HEADROOM} AND {sqnr} < {limits.MAX_STALE_SQNR_DB}"
     unequal = "gemm = 'dgrad' AND tensor = 'grad_output' AND cast_name LIKE '% 128x128 current%'"

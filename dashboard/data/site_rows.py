@@ -16,7 +16,7 @@ from .arrays import doubles, ints
 from .healthy_ranges import kind_of
 from .nonfinite import FINITE, LOST_SQL, MISSING, STATE_SQL, States, has_nonfinite
 from .records import Ints
-from .row_kinds import bits_sql, inputs_with_zeros_sql
+from .row_kinds import bits_sql, needs_histogram_sql
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -72,14 +72,14 @@ def read_rows(
         part = steps[begin : begin + at_once]
         within = f"{sites} AND step BETWEEN {part[0]} AND {part[-1]}"
 
-        def read(has_zeros: bool, within: str = within) -> pa.Table:
-            asked = "" if has_zeros else f", CAST(coalesce({inputs_with_zeros_sql(run)}, FALSE) AS INTEGER) AS zeros"
-            coded = f"{text}, {bits_sql(run, has_zeros=has_zeros)} AS bits{asked} FROM {within}"
+        def read(with_histograms: bool, within: str = within) -> pa.Table:
+            asked = "" if with_histograms else f", CAST(coalesce({needs_histogram_sql(run)}, FALSE) AS INTEGER) AS needs"
+            coded = f"{text}, {bits_sql(run, with_histograms=with_histograms)} AS bits{asked} FROM {within}"
             return run.sql(f"SELECT * FROM ({coded}) AS coded WHERE m + c IS NOT NULL", list(values))
 
         table = read(False)
-        # Histograms take as long to read as all else: only where an input has zeros.
-        yield read(True) if ints(table, "zeros").any() else table
+        # Histograms take as long to read as all else: only where a row needs them.
+        yield read(True) if ints(table, "needs").any() else table
 
 
 def _word(value: object) -> str:

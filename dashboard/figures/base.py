@@ -86,7 +86,8 @@ def training(
     """
     if not series and not marks and not events:
         return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
-    heights = [3.0 if s.name == "loss" else 1.2 for s in series] or [1.0]
+    # 96 px hold the longest title of an axis, "gradient norm", and room to the next.
+    heights = [3.0 if s.name == "loss" else 1.5 for s in series] or [1.0]
     has_rail = bool(marks or events)
     rows = ([0.55] if has_rail else []) + heights
     figure = Figure(len(rows), heights=rows, gap=0.025)

@@ -14,6 +14,7 @@ from ..data.healthy_ranges import envelope, kind_of
 from ..data.metric_labels import label_of
 from ..data.nonfinite import NAMES
 from ..data.records import CastRange, ExponentHistogram, StepSeries
+from ..data.row_kinds import site_bits
 from .base import empty, line
 from .plot import LEGEND, Figure, Part
 from .theme import GREY, LINES, ORANGE, VERMILLION, line_color
@@ -77,7 +78,8 @@ def _shows(trace: StepSeries) -> bool:
 def _thresholds(figure: Figure, traces: Sequence[StepSeries], metric: str, i: int) -> None:
     """Set the range of the i-th axis such that the nearest warn threshold is in it; draw the thresholds that are."""
     main = next((t for t in traces if t.actual and t.reference != "exact"), traces[0])
-    found = envelope(metric, kind_of(main.gemm, main.tensor, main.cast_name, main.reference))
+    site = main.gemm, main.tensor, main.cast_name
+    found = envelope(metric, kind_of(*site, main.reference) + site_bits(metric, *site))
     values = np.concatenate([part[np.isfinite(part)] for t in traces for part in (t.values, t.low, t.high) if part is not None])
     if found is None or not len(values):
         return

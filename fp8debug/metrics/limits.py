@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from fp8debug.formats import FORMATS, GRANULARITIES
+from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS
+from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.recipes import Cast
 
 #: Share of elements that clip under a scale of their own tensor; and the number of elements and the headroom (amax over what the
@@ -35,6 +36,8 @@ _ELEMENTS = 2**20
 SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
 #: Share of the energy that a bound leaves out: what E4M3's subnormals add.
 _NEGLIGIBLE = 1e-4
+#: -ln of the probability by which errors made at random lie beyond the bound of a tensor: 1e-9.
+_CHANCE = 20.7
 
 
 def gain_limit(cast: Cast | None, max_gain_error: float = MAX_GAIN_ERROR) -> float:
@@ -75,3 +78,46 @@ def relative_error(cast: Cast) -> float:
     largest = 2.0 ** (fmt.emax + 1) * (1 - step / 4 if cast.scale_rounding == "pow2_even" else 1)
     clipping = 1 - fmt.max / largest if cast.scale_rounding in ("pow2_floor", "pow2_even") else 0.0
     return max(rounding, clipping)
+
+
+def judges_magnitudes(cast: Cast) -> bool:
+    """Return whether an operand's limit depends on the magnitudes of its tensor (F128): below 8 bits under current scaling.
+
+    A Hadamard transform makes other magnitudes, and E4M3 block scales with none over them may be subnormal and clip.
+    """
+    stored = SCALE_FORMATS[cast.scale_format]
+    may_clip = stored is not None and not stored.scale_only and cast.tensor_scale == "none"
+    return FORMATS[cast.format].bits < 8 and cast.scaling == "current" and not cast.hadamard and not may_clip
+
+
+def highest_floor_db(cast: Cast) -> float:
+    """Return the SQNR, in dB, above which no tensor's magnitudes put an operand below its limit: no value is subnormal."""
+    return -20 * math.log10(relative_error(cast)) - FLOOR_MARGIN_DB
+
+
+def below_tensor_floor_sql(cast: Cast) -> str:
+    """Return SQL over ``sites`` of whether a row of a cast is farther from its tensor than its magnitudes let it be (F128).
+
+    It is ``rules.reading.bounds.tensor_floor_db`` written for the query engine, which has all rows: null without a histogram.
+    """
+    fmt, relative, step = FORMATS[cast.format], relative_error(cast), 2.0 ** -FORMATS[cast.format].mantissa_bits
+    smallest = f"({fmt.min_subnormal!r} * scale_inv_max)"
+    x = f"CASE WHEN i < {NUM_BINS} THEN least(pow(2.0, {FIRST_LOG2} + i), amax) ELSE amax END"  # the last bin has all beyond
+
+    def of_bins(function: str, value: str) -> str:
+        return f"list_{function}([{value} for count, i in log2_hist])"
+
+    if cast.rounding == "stochastic":
+        mean = f"greatest(pow({relative!r} * {x}, 2), least({smallest} * {x}, pow({smallest} / 2, 2)))"
+        most = f"pow(greatest({step!r} * {x}, {smallest}), 2)"
+        variance, largest = (
+            of_bins("sum", f"count * {mean} * {most}"),
+            of_bins("max", f"CASE WHEN count > 0 THEN {most} ELSE 0 END"),
+        )
+        chance = f"sqrt({2 * _CHANCE!r} * {variance}) + {2 / 3 * _CHANCE!r} * {largest}"
+        bound = f"({of_bins('sum', f'count * {mean}')} + {chance})"
+    else:
+        most = f"greatest(pow({relative!r} * {x}, 2), pow({smallest} / 2, 2))"
+        bound = of_bins("sum", f"count * least(pow({x}, 2), {most})")
+    is_known = "sum_x2 > 0 AND isfinite(scale_inv_max)"
+    return f"({is_known} AND {bound} > 0 AND {bound} < sum_x2 * pow(10, -(sqnr_db + {FLOOR_MARGIN_DB}) / 10))"

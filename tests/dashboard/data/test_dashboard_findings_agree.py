@@ -7,15 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
 import pytest
 import torch
 
 from fp8debug import Run, get_recipe, measure, triage
+from fp8debug.formats import FORMATS
+from fp8debug.metrics import limits
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
+from fp8debug.recipes import Cast
+from fp8debug.rules.f128_operand_differs import OperandDiffers
+from fp8debug.rules.reading.bounds import tensor_floor_db
 from fp8debug.types import Gemm, TensorRole
 from fp8debug_dashboard.data import metric_cache, queries
-from fp8debug_dashboard.data.healthy_ranges import CLIPS_LITTLE, envelope, kind_of
+from fp8debug_dashboard.data.healthy_ranges import CLIPS_LITTLE, envelope, kind_of, severities
 from tests.synthetic import Override, Plan, write
 
 SICK = "blocks.1.mlp.up"
@@ -105,6 +111,85 @@ def test_no_result_is_called_act_for_what_its_operands_did(recipe: str, name: st
 def test_no_act_without_a_finding_in_other_recipes(recipe: str, name: str, tmp_path: Path) -> None:
     found = judged(tmp_path / "run", recipe, {**SICK_ROWS, **SOUND, **MOSTLY_ZERO}[name], OPERANDS, "operand")
     assert found.errors <= found.acts <= found.told
+
+
+#: SQNRs around what magnitudes, or where these say nothing the cast, let an operand of these formats have.
+LOW_DB = {
+    "nvfp4": (15.0, 12.5, 11.0, 9.0, 2.0),
+    "mxfp4": (15.0, 12.5, 9.0, 5.0),
+    "mxfp6_e2m3": (26.0, 24.4, 20.0, 18.0),
+    "mxfp6_e3m2": (22.0, 19.4, 18.0),
+}
+
+
+def below_the_rules_floor(run: Run) -> set[str]:
+    """Return the modules with an operand farther from its tensor than F128 lets it be."""
+    rule, found = OperandDiffers(), set()
+    columns = "module, cast_name, sqnr_db, log2_hist, amax, scale_inv_max, sum_x2"
+    for row in run.sql(f"SELECT {columns} FROM sites WHERE reference = 'operand' AND sqnr_db IS NOT NULL AND actual").to_pylist():
+        cast = Cast.parse(row["cast_name"])
+        if row["sqnr_db"] < rule._floor_of(cast, row, limits.operand_floor_db(cast)):
+            found.add(row["module"])
+    return found
+
+
+@pytest.mark.parametrize("with_histogram", [True, False])
+@pytest.mark.parametrize(("recipe", "db"), [(recipe, db) for recipe, of in LOW_DB.items() for db in of])
+def test_an_operand_of_few_bits_is_act_where_f128_names_it(recipe: str, db: float, with_histogram: bool, tmp_path: Path) -> None:
+    """The colours had judged by the format's usual loss: 12.1 dB in FP4, where F128 asks the histogram of each tensor."""
+    bins = [0] * NUM_BINS
+    bins[-FIRST_LOG2] = 262_144  # all in [1, 2), so that the bound is close
+    magnitudes: dict[str, Any] = {"amax": 1.99, "sum_x2": 262_144 * 3.0, "scale_inv_max": 0.4, "log2_hist": bins}
+    slots: dict[str, Any] = {**(magnitudes if with_histogram else {"log2_hist": None}), "sqnr_db": db}
+    found = judged(tmp_path / "run", recipe, slots, OPERANDS, "operand")
+    run, cache = Run(tmp_path / "run"), metric_cache.build(tmp_path / "run")
+    acts = below_the_rules_floor(run)
+    named = {str(part.module) for finding in triage(run) if finding.code == "F128" for part in finding.sites}
+    assert named <= found.acts == acts <= found.told
+    for table in (None, cache):
+        heat = queries.heat(run, "sqnr_db", cache=table)
+        colors = severities("sqnr_db", heat.values, heat.kinds)
+        assert colors is not None
+        assert {name for name, row in zip(heat.modules, colors, strict=True) if np.nanmax(row) >= 2} == acts
+
+
+def test_a_row_below_its_floor_is_the_worst_of_a_cell(tmp_path: Path) -> None:
+    """One that few elements under a scale bound to 13.9 dB, beside one of 16x16 that may have 4 dB by its cast."""
+    overrides = [
+        Override(
+            module=SICK, gemm="fprop", tensor=tensor, slots={"sqnr_db": db, **({} if tensor == "input" else {"log2_hist": None})}
+        )
+        for tensor, db in (("input", 11.0), ("weight", 4.0))
+    ]
+    write(tmp_path / "run", Plan(num_steps=40, every=4, recipe="nvfp4", overrides=overrides))
+    run, cache = Run(tmp_path / "run"), metric_cache.build(tmp_path / "run")
+    for table in (None, cache):
+        heat = queries.heat(run, "sqnr_db", cache=table)
+        assert heat.values[heat.modules.index(SICK), 0] == pytest.approx(11.0, abs=1e-3)
+    assert below_the_rules_floor(run) == {SICK}
+
+
+@pytest.mark.parametrize(
+    "name", ["e2m1fn 1x16 current scale=e4m3fn tensor_scale=tensor", "e3m2fn 1x32 current pow2_ceil scale=e8m0"]
+)
+@pytest.mark.parametrize("rounding", ["", " stochastic"])
+def test_the_floor_of_a_tensor_in_sql_is_that_of_the_rule(name: str, rounding: str) -> None:
+    cast, random = Cast.parse(name + rounding), np.random.default_rng(0)
+    assert limits.judges_magnitudes(cast)
+    for _ in range(50):
+        values = random.standard_normal(4096) * 2.0 ** random.integers(-20, 20, 4096 if random.random() < 0.5 else 1)
+        amax, energy = float(np.abs(values).max()), float((values**2).sum())
+        bins = np.bincount(
+            np.clip(np.floor(np.log2(np.abs(values))).astype(int) - FIRST_LOG2, 0, NUM_BINS - 1), minlength=NUM_BINS
+        )
+        scale = amax / FORMATS[cast.format].max * 2.0 ** random.uniform(0, 1)
+        floor = tensor_floor_db(cast, bins.tolist(), amax, scale, energy) - limits.FLOOR_MARGIN_DB
+        assert floor <= limits.highest_floor_db(cast) + 1e-9
+        for db in (floor - 1e-6, floor + 1e-6):
+            numbers = {"amax": amax, "scale_inv_max": scale, "sum_x2": energy, "sqnr_db": db}
+            row = ", ".join(f"CAST({value!r} AS DOUBLE) AS {column}" for column, value in numbers.items())
+            query = f"SELECT {limits.below_tensor_floor_sql(cast)} FROM (SELECT {bins.tolist()} AS log2_hist, {row})"
+            assert duckdb.execute(query).fetchall() == [(db < floor,)]
 
 
 @pytest.mark.parametrize("with_histogram", [True, False])

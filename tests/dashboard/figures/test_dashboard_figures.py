@@ -25,7 +25,7 @@ from fp8debug_dashboard.figures import history as history_figures
 from fp8debug_dashboard.figures import module as module_figures
 from fp8debug_dashboard.figures import plot as plots
 from fp8debug_dashboard.figures import ranks as rank_figures
-from fp8debug_dashboard.figures.theme import LINES, SEVERITY_RANGE
+from fp8debug_dashboard.figures.theme import LINES, SEVERITY_RANGE, VERMILLION
 
 #: What people without L or without M cones see of linear RGB (Machado, Oliveira and Fernandes 2009, severity 1); linear RGB as
 #: XYZ under D65, each row over its sum.
@@ -69,6 +69,33 @@ def test_training_draws_what_was_recorded_and_marks_findings_on_a_rail() -> None
     rail = figure.data[-1]
     assert rail["text"] == ["F101 F104"] and rail["marker"]["symbol"] == ["x"]
     assert [shape["x0"] for shape in figure.layout["shapes"]] == [10]
+
+
+def test_the_titles_of_axes_below_each_other_have_room() -> None:
+    """The words "gradient norm" have 84 px at 13 px a letter, more than the axis had."""
+    names = ("loss", "grad_norm", "loss_scale", "lr")
+    layout = figures.training([trace(name) for name in names], [MARK]).layout
+    inner = layout["height"] - 8 - 34
+    for n in range(3, 6):
+        low, high = layout[f"yaxis{n}"]["domain"]
+        assert inner * (high - low) >= 88
+
+
+def test_no_act_line_where_no_rule_judges_underflow() -> None:
+    """F102, F105 and F106 name the cause of zeros in the forward input, under older scales and of tokens in one tile."""
+    values = (0.0, 0.02, 0.2)
+
+    def has_act_line(gemm: str, tensor: str, cast_name: str) -> bool:
+        site = trace("underflow_rate", values, gemm=gemm, tensor=tensor, cast_name=cast_name, reference="operand", actual=True)
+        return VERMILLION in [
+            s["line"]["color"]
+            for s in module_figures.sites([site], "underflow_rate", ("fprop", "output")).layout.get("shapes", ())
+        ]
+
+    current, delayed, tiles = "e4m3fn 1x128 current", "e4m3fn tensorwise delayed(16,max)", "e4m3fn 128x128 current"
+    judged = [("fprop", "input", current), ("wgrad", "input", delayed), ("dgrad", "grad_output", tiles)]
+    left = [("fprop", "weight", current), ("wgrad", "input", current), ("dgrad", "weight", tiles)]
+    assert [has_act_line(*site) for site in (*judged, *left)] == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize("blindness", [PROTAN, DEUTAN], ids=["protan", "deutan"])
