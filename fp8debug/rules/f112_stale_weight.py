@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
 from fp8debug.rules.reading.weights import LIMITS, OffWeightRule, look_for_weights, off_weights
 
@@ -111,8 +112,11 @@ class StaleWeight(OffWeightRule):
     def _between_microbatches(self, run: Run) -> Iterable[Finding]:
         if not run.has("num_reread"):
             return
-        for trace in traces(run, self._recheck):
-            if trace.lasting(min(self.min_steps, len(trace.sampled))):
+        found = traces(run, self._recheck)
+        # The weight of such a GEMM holds the scale of each microbatch's input.
+        across = {(row["module"], row["gemm"]) for row in applied_outside(run) if row["tensor"] != "weight"} if found else set()
+        for trace in found:
+            if (trace.module, trace.gemm) not in across and trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = trace.least("reread_sqnr_db")
                 message = (
                     f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB in the first microbatch of step {row['step']} and"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,16 @@ from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, 
 from fp8debug.rules.reading.misread import COLUMNS, LIMITS, misreadings
 from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
-from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
+from fp8debug.rules.reading.traces import (
+    SCALE_COLUMNS,
+    Trace,
+    above,
+    percent,
+    scaled_elsewhere,
+    scaled_on_other_side,
+    times,
+    traces,
+)
 from fp8debug.rules.reading.weights import HAS_SHRUNK, has_small_scales
 
 if TYPE_CHECKING:
@@ -62,7 +71,8 @@ class WrongScale(Rule):
         right, so that no element grew. Scales that differ between blocks and do not fit are F119.
         A scale may also be applied outside the GEMM, or on the other operand's side. Not reported: an operand whose
         scale_inv is 1 in every block, because the program then multiplies before or after (that it does so was not looked
-        at); and two operands whose factors make 1 together. scale-not-applied: of the former, an operand whose tensor has a
+        at); and two operands whose factors make 1 together, or that are both off where their GEMM's result is right (of
+        several microbatches with factors of their own). scale-not-applied: of the former, an operand whose tensor has a
         scale in another GEMM of its module, or in the same GEMM of all modules of its role (the same name in other
         numbered blocks): a program applies its scales in one way.
 
@@ -156,9 +166,15 @@ class WrongScale(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the operands whose gain is off, and those that one scale for all blocks clips."""
         yield self._look
+        yield self._moved
         yield self._clipped
         yield self._unit
         yield self._unused
+
+    @property
+    def _moved(self) -> Look:
+        """Operands that are a factor off, whatever their cosine: by them a scale is told that is applied elsewhere."""
+        return look([Condition("gain", ">", self.max_gain_error, center=1)], SCALE_COLUMNS)
 
     @property
     def _unused(self) -> Look:
@@ -179,7 +195,7 @@ class WrongScale(Rule):
             f"scale_inv_min = 1 AND scale_inv_max = 1 AND (gain > {self.max_unit_gain} OR gain < {1 / self.max_unit_gain})",
             f"numel >= {self.min_elements}",
         ]
-        return look(conditions, ["gain", "cosine", "scale_inv_min", "scale_inv_max"])
+        return look(conditions, SCALE_COLUMNS)
 
     @property
     def _clipped(self) -> Look:
@@ -191,15 +207,15 @@ class WrongScale(Rule):
             f" AND (headroom > {self.min_headroom} AND ({ONE_SCALE} OR tensor = 'weight' AND {HAS_SHRUNK})"
             f" OR num_saturated >= {self.min_clipped} AND {ONE_SCALE} AND {_IS_NO_POWER_OF_TWO})",
         ]
-        columns = ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"]
+        columns = ["headroom", "overflow_rate", "amax", *SCALE_COLUMNS]
         columns += ["bad_row_rate", "good_row_rate", f"{ONE_SCALE} AS has_one_scale", f"{HAS_SHRUNK} AS has_shrunk"]
         return look(conditions, columns)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
-        found = traces(run, self._look)
-        is_elsewhere = scaled_elsewhere(found)
-        for whole in found:
+        moved = traces(run, self._moved)
+        is_elsewhere = scaled_elsewhere(run, moved)
+        for whole in traces(run, self._look):
             limit = limits.gain_limit(whole.cast, self.max_gain_error)
             trace = whole.where(above("gain_error", limit))
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
@@ -240,7 +256,7 @@ class WrongScale(Rule):
             remedy = _RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE
             yield replace(finding, cure=_ROUND_BEFORE + remedy if is_rounded else remedy)
 
-        yield from self._unapplied(run)
+        yield from self._unapplied(run, scaled_on_other_side(run, moved))
         yield from self._unused_range(run)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
@@ -285,11 +301,13 @@ class WrongScale(Rule):
         values = [row[column] for row in trace.rows]
         return float((max(values) - min(values)) / max(values))
 
-    def _unapplied(self, run: Run) -> Iterable[Finding]:
+    def _unapplied(self, run: Run, is_on_other_side: Callable[[Trace, dict[str, Any]], bool]) -> Iterable[Finding]:
         """Return the operands without a scale that the rest of the program contradicts."""
         found = traces(run, self._unit)
-        is_elsewhere = scaled_elsewhere(found)
+        is_elsewhere = scaled_elsewhere(run, found)
         for whole in found:
+            if any(is_on_other_side(whole, row) for row in whole.rows):
+                continue
             trace = whole.where(lambda row, site=whole: is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             why = trace and otherwise_scaled(run, trace)
             if trace is None or why is None:

@@ -13,7 +13,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
-from fp8debug.rules.reading.traces import Trace, num_right, times, traces
+from fp8debug.rules.reading.traces import SCALE_COLUMNS, Trace, num_right, scaled_elsewhere, times, traces
 from fp8debug.rules.reading.weights import HAS_SHRUNK, LIMITS, are_scales_of_others, has_outgrown, starts_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class ScaleGrid(Rule):
             f"coalesce(NOT ({ONE_SCALE}), true)",
             f"NOT (tensor = 'weight' AND {has_outgrown(self.min_coefficient, self.max_block_growth, self.max_flushed_rate)})",
         ]
-        return look(conditions, ["sqnr_db", "headroom", "cosine", "norm_ratio", "scale_inv_min", "scale_inv_max", "num_tensors"])
+        return look(conditions, ["sqnr_db", "headroom", "norm_ratio", *SCALE_COLUMNS])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands beyond their scales."""
@@ -123,13 +123,16 @@ class ScaleGrid(Rule):
             f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
         ]
-        return look(conditions, ["sqnr_db", "headroom", "cosine", f"{HAS_SHRUNK} AS has_shrunk"])
+        return look(conditions, ["sqnr_db", "headroom", f"{HAS_SHRUNK} AS has_shrunk", *SCALE_COLUMNS])
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands under foreign scales."""
         told = set()
-        for whole in traces(run, self._look):
+        found = traces(run, self._look)
+        is_elsewhere = scaled_elsewhere(run, found)
+        for whole in found:
             trace = whole.where(self._is_of_others(whole))
+            trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is None:
                 continue
             row = trace.least("sqnr_db")
@@ -141,10 +144,13 @@ class ScaleGrid(Rule):
             told.add((trace.module, trace.gemm))
         weights = traces(run, self._of_weights)
         starts = starts_of(run) if weights else frozenset()
+        is_elsewhere = scaled_elsewhere(run, weights)
         for trace in weights:
             row = trace.rows[0]
-            if (trace.module, trace.gemm) in told or not are_scales_of_others(
-                row, starts, self._rounded_headroom(trace), self.min_own_cosine
+            if (
+                (trace.module, trace.gemm) in told
+                or is_elsewhere(trace, row)
+                or not are_scales_of_others(row, starts, self._rounded_headroom(trace), self.min_own_cosine)
             ):
                 continue
             message = (

@@ -229,7 +229,7 @@ class WrongFormat(Rule):
             self.max_misread_db, self.max_ratio_error, self.min_misread_cosine, self.max_sums_ratio, self.max_growth
         )
         found = traces(run, self._misread)
-        is_elsewhere = scaled_elsewhere(found)
+        is_elsewhere = scaled_elsewhere(run, found)
         for whole in found:
             cast = whole.cast
             if cast is None:

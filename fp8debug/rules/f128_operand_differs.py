@@ -13,7 +13,7 @@ from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, most_underflow, tensor_floor_db
 from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.traces import Trace, num_right, percent, scaled_elsewhere, times, traces
+from fp8debug.rules.reading.traces import SCALE_COLUMNS, Trace, num_right, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -238,7 +238,7 @@ class OperandDiffers(Rule):
             Keys(f"NOT {IS_BELOW_8_BITS}"),
             "NOT (scale_inv_min = 1 AND scale_inv_max = 1)",
         ]
-        columns = ["underflow_rate", "num_underflow", "numel", "num_zero", "scale_inv_max", "log2_hist"]
+        columns = ["underflow_rate", "num_underflow", "numel", "num_zero", "scale_inv_max", "log2_hist", "gain"]
         return look(conditions, columns)
 
     @property
@@ -246,14 +246,14 @@ class OperandDiffers(Rule):
         beyond = f"{_ELEMENT_ERROR} > {self.max_element_error}"
         holds_all = f"coalesce(headroom, 1) < {self.max_headroom}"
         # The rank with the largest error is beyond under its own scale, which is at most the largest.
-        columns = (f"{_ELEMENT_ERROR} AS element_error", "gain", "cosine", "sqnr_db", "scale_inv_min", "scale_inv_max")
+        columns = (f"{_ELEMENT_ERROR} AS element_error", "sqnr_db", *SCALE_COLUMNS)
         rows = f"{RUNNING} AND sum_x2 > 0 AND {_OF_ELEMENTS} AND {holds_all} AND {beyond}"
         return Look(rows, beyond, f"{KEYS} AND {_NEAREST}", columns)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
         found = traces(run, self._look)
-        is_elsewhere = scaled_elsewhere(found)
+        is_elsewhere = scaled_elsewhere(run, found)
         named: set[tuple[str, str, str]] = set()
         for whole in found:
             cast = whole.cast
@@ -292,8 +292,13 @@ class OperandDiffers(Rule):
 
     @staticmethod
     def _unexplained(cast: Cast | None, row: dict[str, Any]) -> float:
-        """Return the share of elements that are zero beyond those that the cast can make so; 0 where that is not known."""
+        """Return the share of elements that are zero beyond those that the cast can make so; 0 where that is not known.
+
+        A scale_inv that is not the one of the cast, as the gain shows, explains nothing: it may be the product of both operands'.
+        """
         histogram = row["log2_hist"]
+        if row["gain"] is not None and abs(row["gain"] - 1) > limits.gain_limit(cast):
+            return 0.0
         if cast is None or not histogram or not row["scale_inv_max"] or sum(histogram) + (row["num_zero"] or 0) != row["numel"]:
             return 0.0
         most = most_underflow(FORMATS[cast.format], histogram, row["scale_inv_max"])

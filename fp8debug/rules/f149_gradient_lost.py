@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
+from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import percent
 from fp8debug.types import Gemm, not_observed, not_observed_code
 
@@ -83,7 +84,8 @@ class GradientLost(Rule):
         common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
         so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding that is
         tied to a head, noise), nothing is concluded; nor where
-        an optimizer steps on copies of its own. A pass before another optimizer's step does not count: it is of that one's
+        an optimizer steps on copies of its own; nor of multiples where wgrad's result is multiplied after its GEMM, which is
+        where passes are read. A pass before another optimizer's step does not count: it is of that one's
         loss (a generator's gradients of the discriminator); nor does one of torch.autograd.grad, or one after which the weight
         was changed before the next (an ascent step).
 
@@ -163,9 +165,10 @@ class GradientLost(Rule):
         rows = [row for row in kept if row["passes2"] and math.isfinite(row["passes2"])]
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        outside = {row["module"] for row in applied_outside(run) if row["gemm"] == Gemm.WGRAD.value}
         for row in rows:
             kind = self._kind(row)
-            if kind is not None:
+            if kind is not None and not (kind == _UNEQUAL and row["module"] in outside):
                 found.setdefault(kind, {}).setdefault(row["module"], []).append(row)
         num_steps: dict[str, int] = {}
         for row in rows:
@@ -185,8 +188,8 @@ class GradientLost(Rule):
         known = {module for modules in found.values() for module in modules}
         yield from self._scaled(run, [row for row in rows if row["sum_since2"] is not None], places)
         yield from self._without(run, known, places)
-        yield from self._of_one_use(run, known, places)
-        yield from self._joined(run, known, places)
+        yield from self._of_one_use(run, known | outside, places)
+        yield from self._joined(run, known | outside, places)
 
     def _far_larger(self, run: Run, kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> set[str]:
         """Return the modules whose weight.grad held far more when a step began than their gradients have: no gradient at all."""

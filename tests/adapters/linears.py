@@ -41,11 +41,27 @@ def to_fp8(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tens
     return (x * scale).to(dtype), scale.reciprocal()
 
 
-def multiply(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rowwise: bool, **more: Any) -> Tensor:
-    """Return a[r, c] @ b[c, s] by ``_scaled_mm``."""
+def multiply(
+    a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], rowwise: bool, scales: str = "apart", **more: Any
+) -> Tensor:
+    """Return a[r, c] @ b[c, s] by ``_scaled_mm``.
+
+    Args:
+        a: the first operand.
+        b: the second one.
+        dtypes: of their codes.
+        rowwise: one scale for each row of a and column of b.
+        scales: ``apart``; ``first`` or ``second``: that operand gets the product of both; ``outside``: the result is multiplied.
+        **more: for the product.
+    """
     first, scale_a = to_fp8(a, dtypes[0], 1 if rowwise else None)
     second, scale_b = to_fp8(b.t(), dtypes[1], 1 if rowwise else None)
-    return torch._scaled_mm(first.contiguous(), second.contiguous().t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, **more)
+    left, right = first.contiguous(), second.contiguous().t()
+    one, both = torch.ones_like(scale_a), scale_a * scale_b.t()
+    if scales == "outside":
+        return (torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, **more) * both).bfloat16()
+    given = {"apart": (scale_a, scale_b.t()), "first": (both, one), "second": (one, both)}[scales]
+    return torch._scaled_mm(left, right, *given, out_dtype=torch.bfloat16, **more)
 
 
 class Matmul(torch.autograd.Function):
@@ -54,18 +70,18 @@ class Matmul(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         if layer.turned:
-            return multiply(weight, x.t(), (E4M3, E4M3), layer.rowwise).t()
+            return multiply(weight, x.t(), (E4M3, E4M3), layer.rowwise, layer.scales).t()
         bias = layer.fused_bias
-        return multiply(x, weight.t(), (E4M3, E4M3), layer.rowwise, **({} if bias is None else {"bias": bias}))
+        return multiply(x, weight.t(), (E4M3, E4M3), layer.rowwise, layer.scales, **({} if bias is None else {"bias": bias}))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        dtypes = (E5M2, E4M3)
-        grad_input = multiply(grad, weight, dtypes, ctx.layer.rowwise)
+        dtypes, given = (E5M2, E4M3), (ctx.layer.rowwise, ctx.layer.scales)
+        grad_input = multiply(grad, weight, dtypes, *given)
         if ctx.layer.turned:
-            return grad_input, multiply(x.t(), grad, dtypes[::-1], ctx.layer.rowwise).t(), None
-        return grad_input, multiply(grad.t(), x, dtypes, ctx.layer.rowwise), None
+            return grad_input, multiply(x.t(), grad, dtypes[::-1], *given).t(), None
+        return grad_input, multiply(grad.t(), x, dtypes, *given), None
 
 
 class ScaledLinear(nn.Linear):
@@ -73,6 +89,7 @@ class ScaledLinear(nn.Linear):
 
     rowwise = False
     turned = False
+    scales = "apart"
     is_used_in_fp8 = True
     fused_bias: Tensor | None = None
 

@@ -1,6 +1,6 @@
 """Does triage stay silent on correct programs? ``python tests/bench/clean.py [--low-bit] [--only GLOB] [--out FILE]``
 
-Trains 120 clean runs, twelve architectures in ten FP8 stacks, ten of them for 2,000 steps (``tests/bench/clean_programs``), and
+Trains 120 clean runs, twelve architectures in ten FP8 stacks, six of them for 2,000 steps (``tests/bench/clean_programs``), and
 prints one line for each with its findings and with the largest update of a weight over the weight's size, from which F127's
 threshold comes. ``--out`` keeps the results as JSON lines: a second call runs what is missing. It asserts nothing.
 """

@@ -17,6 +17,7 @@ from fp8debug.adapters.watching.coverage import modules_outside
 from fp8debug.fallback import recommend
 from fp8debug.rules import Finding, Severity, triage
 from fp8debug.store.read.run import Run
+from tests.adapters.linears import ScaledLinear
 from tests.synthetic import build
 
 WIDTH, TOKENS = 64, 256
@@ -113,13 +114,14 @@ class Adapted(nn.Module):
         return out
 
 
-def recorded(model: nn.Module, path: Path, num_steps: int = 24) -> Run:
+def recorded(model: nn.Module, path: Path, num_steps: int = 24, num_microbatches: int = 1) -> Run:
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     with fp8debug.watch(model, path, every=4) as watch:
         for _ in range(num_steps):
-            loss = model(torch.randn(TOKENS, WIDTH))
-            loss.backward()
+            for _ in range(num_microbatches):
+                loss = model(torch.randn(TOKENS, WIDTH))
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             watch.step(loss=loss)
@@ -164,6 +166,30 @@ def test_torchao_with_its_head_left_out_is_clean(tmp_path: Path, recipe: str) ->
     torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda module, fqn: fqn != "head")
     run = recorded(model, tmp_path / "run")
     assert list(triage(run)) == []
+
+
+class HeavyTailed(nn.Module):
+    """Activations of many magnitudes, between Linears over ``_scaled_mm``."""
+
+    def __init__(self, scales: str) -> None:
+        super().__init__()
+        self.up, self.down = ScaledLinear(WIDTH, 2 * WIDTH), ScaledLinear(2 * WIDTH, WIDTH)
+        for linear in (self.up, self.down):
+            linear.scales = scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.layer_norm(x.bfloat16(), (WIDTH,))
+        out: Tensor = (self.down(torch.exp(3 * self.up(x))) - x).float().square().mean()
+        return out
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("scales", ["first", "second", "outside"])
+def test_scales_that_a_program_applies_elsewhere_are_clean(tmp_path: Path, scales: str, num_microbatches: int) -> None:
+    """One operand gets the product of both, or the result is multiplied: each operand alone is off by a factor."""
+    torch.manual_seed(0)
+    run = recorded(HeavyTailed(scales).bfloat16(), tmp_path / "run", num_microbatches=num_microbatches)
+    assert [f for f in triage(run) if f.code != "F105"] == [], "the activations spread as far as F105 says"
 
 
 MODULES = (*((f"layers.{i}.{role}", 256, 256) for i in range(4) for role in ("a", "b")), ("head", 256, 512))

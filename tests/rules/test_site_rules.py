@@ -346,6 +346,10 @@ def test_zeros_that_the_magnitudes_do_not_explain(tmp_path: Path, rate: float, s
     # So many small values underflow in a sound cast, wherever their share lies.
     small = [Override(**INPUT, slots={"num_underflow": share(rate)})]
     assert [f.code for f in triage(build(tmp_path / "small", overrides=small))] == []
+    # Nor does a scale that the other operand holds too say what the cast made zero.
+    gains = {"gain": 300.0, "scale_inv_min": 1.0, "scale_inv_max": 1.0}, {**lost, "gain": 1 / 300}
+    both = [Override(**{**site, "gemm": "fprop"}, slots=slots) for site, slots in zip((WEIGHT, INPUT), gains, strict=True)]
+    assert [f.code for f in triage(build(tmp_path / "both", overrides=both))] == []
 
 
 @pytest.mark.parametrize(("worst", "is_single"), [(300.0, True), (150.0, False)])

@@ -30,7 +30,7 @@ DATA_FORMATS = tuple(f for f in FORMATS.values() if f.bits == 8 and not f.scale_
 #: What a row needs for the judgement.
 COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "amax", "scale_inv_min", "scale_inv_max"),
-    *("num_actual_nonfinite", "num_saturated", "log2_hist"),
+    *("num_actual_nonfinite", "num_saturated", "log2_hist", "num_tensors"),
 )
 #: Values per binade of a histogram for which a misreading is computed.
 _POINTS = 16

@@ -5,29 +5,40 @@ A row whose reference holds a NaN or Inf is left out: its tensor came in sick, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import UsageError
+from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import Finding, Rule, Severity, finite, round_stable
 from fp8debug.rules.reading.conditions import IS_DELAYED as IS_DELAYED
 from fp8debug.rules.reading.conditions import RUNNING as RUNNING
 from fp8debug.rules.reading.conditions import Look
 from fp8debug.rules.reading.prefilter import bad_rows
-from fp8debug.types import OPERANDS, Gemm
+from fp8debug.types import OPERANDS, RESULTS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Cosine that rounding leaves of values that are right but for one factor; numerics.md, 4 (warn below 0.999).
+#: Cosine that rounding leaves of values that are right but for one factor; numerics.md, 4 (warn below 0.999). Where a format
+#: has fewer bits, what its largest relative error e leaves: sqrt(1 - e^2), 0.994 of E5M2.
 _MIN_COSINE = 0.999
 #: The same of codes whose scales are applied outside the GEMM: factors of rows part the directions, to 0.58 in a gradient whose
 #: rows differ a hundredfold [measured]; and of codes far from their tensor in size, which chance does not give them.
 _MIN_OUTSIDE_COSINE, _MIN_FAR_COSINE, _FAR_GAIN = 0.5, 0.1, 16.0
+#: Cosine of a result and its product from which on the result is right but for noise, as in F128; and how many times its squared
+#: error both operands have whose scales make up for each other. An operand's error is found in the result at its own size, and
+#: both operands' add. No published basis for the margin of 6 dB.
+_MIN_RESULT_COSINE, _COMPENSATED = 0.9, 4.0
 #: Of rows that join several tensors: distance of norm ratio from 1, and of a cosine from a share in units of its own; tensors.
 _MAX_DISTANCE, _MAX_JOINED = 0.1, 8
+
+#: What a row needs for the judgement whether its scale is applied elsewhere.
+SCALE_COLUMNS = ("gain", "cosine", "num_tensors", "scale_inv_min", "scale_inv_max")
 
 
 def has_fp8(run: Run) -> bool:
@@ -146,30 +157,110 @@ def traces(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> li
     ]
 
 
-def scaled_elsewhere(found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
+def scaled_elsewhere(run: Run, found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
     """Return the test whether a scale is applied outside the GEMM, or on the other operand's side.
 
-    The first shows as a scale_inv of 1 in every block, of codes that are the tensor but for factors; the second as two
-    operands of one GEMM whose factors make 1 together.
+    The first shows as a scale_inv of 1 in every block, of codes that are the tensor but for factors; within a factor of two of
+    1, where a scale of the tensor's own may be, and where several tensors with factors of their own are joined, one operand of
+    the GEMM has to be so at some step. The second is :func:`scaled_on_other_side`.
 
     Args:
-        found: traces with ``gain``, ``cosine``, ``scale_inv_min`` and ``scale_inv_max``.
+        run: the run.
+        found: traces with ``gain``, ``cosine``, ``num_tensors``, ``scale_inv_min`` and ``scale_inv_max``.
         tolerance: relative difference of the product of two factors from 1.
     """
-    gains = {(t.module, t.gemm, row["step"], t.tensor): row["gain"] for t in found for row in t.rows}
+    found = list(found)
+    is_on_other_side = scaled_on_other_side(run, found, tolerance)
+    outside = {(t.module, t.gemm) for t in found if any(_is_far_without_scale(row) for row in t.rows)}
 
     def holds(trace: Trace, row: dict[str, Any]) -> bool:
         gain, cosine = row["gain"], row["cosine"]
         if not gain or cosine is None or gain < 0:
             return False
-        least = _MIN_FAR_COSINE if gain > _FAR_GAIN else _MIN_OUTSIDE_COSINE
-        if row["scale_inv_min"] == row["scale_inv_max"] == 1.0 and cosine >= least and not 0.5 < gain < 2:
+        if _is_far_without_scale(row) or is_on_other_side(trace, row):
             return True
-        other = next((t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor), None)
-        partner = gains.get((trace.module, trace.gemm, row["step"], str(other)))
-        return bool(cosine >= _MIN_COSINE and partner and abs(partner * gain - 1) <= tolerance)
+        if (trace.module, trace.gemm) not in outside:
+            return False
+        if (row["num_tensors"] or 1) > 1:
+            return bool(cosine >= _MIN_OUTSIDE_COSINE)
+        return bool(_has_no_scale(row) and abs(gain - 1) > _max_error(trace) and cosine >= _least_cosine(trace))
 
     return holds
+
+
+def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
+    """Return the test whether the other operand of the GEMM holds the scale: both are off by factors that make 1 together.
+
+    Of several tensors that a row joins each may have a factor of its own, so that neither gain is one. That both operands are off
+    and the GEMM's result is none the less its product says the same of all of them.
+
+    Args:
+        run: the run.
+        found: traces with ``gain`` and ``cosine``.
+        tolerance: relative difference of the product of two factors from 1, and of a result from its product.
+    """
+    found = list(found)
+
+    @cache
+    def sizes() -> dict[tuple[str, str, int, str], tuple[float, float]]:
+        return _sizes(run, found)
+
+    def holds(trace: Trace, row: dict[str, Any]) -> bool:
+        gain, cosine = row["gain"], row["cosine"]
+        if not gain or not cosine or gain < 0:
+            return False
+        place, gemm = (trace.module, trace.gemm, row["step"]), Gemm(trace.gemm)
+        other = next((t.value for t in OPERANDS[gemm] if t.value != trace.tensor), "")
+        partner = sizes().get((*place, other))
+        if partner is None:
+            return False
+        if cosine >= _least_cosine(trace) and abs(gain - 1) > tolerance and abs(partner[0] * gain - 1) <= tolerance:
+            return True
+        result = sizes().get((*place, RESULTS[gemm].value))
+        if result is None or abs(result[0] - 1) > tolerance or result[1] < _MIN_RESULT_COSINE:
+            return False
+        return min(_error(gain, cosine), _error(*partner)) > _COMPENSATED * _error(*result)
+
+    return holds
+
+
+def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], tuple[float, float]]:
+    """Return gain and cosine of operands and results by module, GEMM, step and tensor, where traces have rows."""
+    modules, steps = sorted({t.module for t in found}), sorted({row["step"] for t in found for row in t.rows})
+    if not steps:
+        return {}
+    query = (
+        "SELECT module, gemm, step, tensor, gain, cosine FROM sites WHERE actual AND reference IN ('operand', 'shadow')"
+        f" AND module IN ({', '.join('?' for _ in modules)}) AND step IN ({', '.join(map(str, steps))}) AND gain > 0"
+        " AND cosine > 0"
+    )
+    rows = run.sql(query, modules).to_pylist()
+    return {(r["module"], r["gemm"], r["step"], r["tensor"]): (r["gain"], r["cosine"]) for r in rows}
+
+
+def _error(gain: float, cosine: float) -> float:
+    """Return the squared error over the energy of the reference: 1 - 2 g + (g / c)^2."""
+    return 1 - 2 * gain + (gain / cosine) ** 2
+
+
+def _max_error(trace: Trace) -> float:
+    return 0.0 if trace.cast is None else FORMATS[trace.cast.format].max_relative_error
+
+
+def _least_cosine(trace: Trace) -> float:
+    return min(_MIN_COSINE, math.sqrt(1 - _max_error(trace) ** 2))
+
+
+def _has_no_scale(row: dict[str, Any]) -> bool:
+    return bool(row["scale_inv_min"] == row["scale_inv_max"] == 1.0)
+
+
+def _is_far_without_scale(row: dict[str, Any]) -> bool:
+    """Return whether codes are their tensor but for factors that no scale_inv holds, beyond what a scale of 1 leaves."""
+    gain, cosine = row["gain"], row["cosine"]
+    if not gain or cosine is None or gain < 0 or not _has_no_scale(row):
+        return False
+    return bool(cosine >= (_MIN_FAR_COSINE if gain > _FAR_GAIN else _MIN_OUTSIDE_COSINE) and not 0.5 < gain < 2)
 
 
 def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:

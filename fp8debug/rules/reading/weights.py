@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import Finding, Rule
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
-from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace, scaled_elsewhere, traces
+from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, SCALE_COLUMNS, Trace, scaled_elsewhere, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -151,7 +151,7 @@ def look_for_weights(limits: WeightLimits) -> Look:
     """Return the rows that ``off_weights`` asks for."""
     # The last two are for the comparison between ranks.
     columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
-    columns += ["gain", "nmse", "norm_ratio", "scale_inv_min", "scale_inv_max"]
+    columns += ["nmse", "norm_ratio", *(name for name in SCALE_COLUMNS if name not in columns)]
     columns += [
         f"{has_outgrown(limits.min_coefficient, limits.max_block_growth, limits.max_flushed_rate)} AS has_outgrown",
         f"{HAS_SHRUNK} AS has_shrunk",
@@ -178,7 +178,7 @@ def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
     of other blocks F119. A scale that the program applies outside the GEMM is none of it.
     """
     seen = traces(run, look_for_weights(limits))
-    is_elsewhere = scaled_elsewhere(seen)
+    is_elsewhere = scaled_elsewhere(run, seen)
     of_gemm = [whole.where(lambda row, site=whole: not is_elsewhere(site, row)) for whole in seen]  # type: ignore[misc]  # bound now
     off = [trace for trace in of_gemm if trace is not None]
     starts = _starts(run, off[0].start) if off else frozenset()
