@@ -6,6 +6,7 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -192,6 +193,12 @@ class FinishedStep:
         )
 
 
+class Begun(threading.local):
+    """Modules whose calls begin to be recorded in this thread, while that is asked for; None otherwise."""
+
+    modules: set[str] | None = None
+
+
 class Observer:
     """Device accumulators of one rank, and the step clock.
 
@@ -211,7 +218,7 @@ class Observer:
         self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
         self.is_told_steps = False  # the program says when each step is over
         self.in_shape_inference = False  # what runs now is no training
-        self.begun: set[str] | None = None  # modules whose calls begin to be recorded, while that is asked for
+        self.begun = Begun()
         self.not_again: frozenset[str] = frozenset()  # modules whose calls are recorded already, while they run once more
         self.adds: Mapping[
             int, bool

@@ -134,8 +134,8 @@ class Probe(StepState):
             self.observer.modules_called.add(self.module)
             self.call_index = self.observer.next_call_index()
             self.num_calls += 1
-        if self.observer.begun is not None:
-            self.observer.begun.add(self.module)
+        if self.observer.begun.modules is not None:
+            self.observer.begun.modules.add(self.module)
         return True
 
     def quantize(

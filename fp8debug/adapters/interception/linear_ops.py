@@ -236,7 +236,7 @@ class LinearRecorder:
 
     def leave_out(self) -> None:
         """Leave out a forward op that is captured: a replay records nothing, and rows of now would be in a graph's memory."""
-        if self._probe.observer.begun is None and self._probe.observer.sampling:
+        if self._probe.observer.begun.modules is None and self._probe.observer.sampling:
             self._probe.give_up("a CUDA graph replays it, and no compiled module around it is repeated beside it")
 
     def quantize(self, key: linear_ops.Key, x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:

@@ -34,6 +34,7 @@ from fp8debug.adapters.interception.calls import call_eagerly, observe_regions
 from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.adapters.interception.program_state import ProgramState, TooManyObjectsError
+from fp8debug.adapters.interception.region_threads import RegionThreads
 from fp8debug.adapters.interception.repetition_graphs import Repetition, RepetitionGraphs, places_of
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import (
@@ -77,11 +78,11 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 class _Random(NamedTuple):
-    """States of the random generators that a forward pass may draw from."""
+    """States of the random generators that a forward pass may draw from; None is one that is left alone."""
 
     python: Any
     numpy: Any
-    cpu: Tensor
+    cpu: Tensor | None
     gpus: dict[torch.device, Tensor]
 
     @classmethod
@@ -89,10 +90,34 @@ class _Random(NamedTuple):
         gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus)
 
+    def drawn_by(self, after: _Random) -> _Random:
+        """Return the states of those that a call has drawn from, or another thread meanwhile; GPUs' are kept in any case.
+
+        A thread that prepares batches draws from the generators of the host: no state of them is put back without need.
+        """
+        is_same = self.numpy[2:] == after.numpy[2:] and np.array_equal(self.numpy[1], after.numpy[1])
+        assert self.cpu is not None and after.cpu is not None  # both are what now() returned
+        return self._replace(
+            python=None if self.python == after.python else self.python,
+            numpy=None if is_same else self.numpy,
+            cpu=None if torch.equal(self.cpu, after.cpu) else self.cpu,
+        )
+
+    def only(self, others: _Random) -> _Random:
+        """Return the states of those that another one has."""
+        return self._replace(
+            python=None if others.python is None else self.python,
+            numpy=None if others.numpy is None else self.numpy,
+            cpu=None if others.cpu is None else self.cpu,
+        )
+
     def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
+        if self.cpu is not None:
+            torch.set_rng_state(self.cpu)
         for device, state in self.gpus.items():
             torch.cuda.set_rng_state(state, device)
 
@@ -185,7 +210,8 @@ class Regions:
         self._regions: dict[int, _Region] = {}
         self._refused: set[int] = set()
         self._outputs: list[Any] = []  # hooks on trained outputs whose backward pass has not come yet
-        self._is_running = False
+        self._threads = RegionThreads()
+        self._told_threads: set[int] = set()  # regions of which it was said that another thread was in the way
         self._counter: GemmCounter | None = None  # the listener's, while a repetition runs
         self._seen: set[tuple[int, int]] = set()  # regions that were called outside a backward pass, by step
         self._first: dict[int, int] = {}  # of the step: position of a region's first module in execution order, by its id
@@ -222,28 +248,46 @@ class Regions:
         module = getattr(module, "_orig_mod", module)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module  # which it calls with what it was given itself
-        if id(module) not in self._names or self._is_running or not self._observer.takes_pass:
+        if id(module) not in self._names or self._threads.is_repeating:
             return None
-        if id(module) in self._refused or self._observer.is_off or self._observer.settings.inference:
+        if self._observer.is_off or self._observer.settings.inference:
             return None
-        return partial(self._call, module, run)
+        is_recorded = self._observer.takes_pass and id(module) not in self._refused
+        return partial(self._call, self._call_recorded if is_recorded else _call_as_it_is, module, run)
 
     @skipped_by_dynamo
-    def _call(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, call: Callable[..., Any], module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a region while no other thread repeats one."""
+        try:
+            self._enter()
+            return call(module, run, *args, **kwargs)
+        finally:
+            self._leave()
+
+    @untraced
+    def _enter(self) -> None:
+        self._threads.enter()
+
+    @untraced
+    def _leave(self) -> None:
+        self._threads.leave()
+
+    @skipped_by_dynamo
+    def _call_recorded(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a region; repeat the call if it is sampled."""
         before = self._begin(module, args, kwargs)
         if before is None:
             return run(*args, **kwargs)
-        observer = self._observer
-        outer, observer.begun = observer.begun, set()
+        begun = self._observer.begun
+        outer, begun.modules = begun.modules, set()
         modes, counted = self._hide_listener(module), self._counted()
         try:
             output = run(*args, **kwargs)
         finally:
-            begun, observer.begun = observer.begun, outer
+            recorded, begun.modules = begun.modules, outer
             self._show_listener(modes)
-        if not before.region.watched <= begun:
-            self._repeat(before, begun, args, kwargs, output, (counted, self._counted()))
+        if not before.region.watched <= recorded:
+            self._repeat(before, recorded, args, kwargs, output, (counted, self._counted()))
         return output
 
     @untraced
@@ -345,12 +389,13 @@ class Regions:
             output: what it returned.
             counted: FLOPs that were counted before it, and after it.
         """
-        region, observer, states = before.region, self._observer, before.random
-        if states is None:
+        region, observer = before.region, self._observer
+        if before.random is None:
             self._set_unowned(before.unowned_gemms)
             return
         state = TorchState()
         try:
+            states = before.random.drawn_by(_Random.now(region.devices))
             self._is_whole[id(region.module)] = is_whole = not has_graph_breaks(region.module)
             if self._only_whole and not is_whole:
                 raise NotRepeatedError(
@@ -382,27 +427,31 @@ class Regions:
             def backward(grads: Sequence[Tensor | None]) -> None:
                 state = TorchState()
                 try:
-                    _check_versions(before)
-                    _check_weights(region)
-                    after = _Random.now(region.devices)
-                    try:
-                        states.restore()
-                        self._graphs.run(
-                            Repetition(
-                                id(region.module),
-                                region.name or type(region.module).__name__,
-                                region.gpu,
-                                args,
-                                kwargs,
-                                grads,
-                                first,
-                                self._state_of(before, run),
-                                counted[0] != counted[1],
-                                repeat,
+                    with self._threads.repeating() as is_alone:
+                        if not is_alone:
+                            self._leave_out(region)
+                            return
+                        _check_versions(before)
+                        _check_weights(region)
+                        after = _Random.now(region.devices).only(states)
+                        try:
+                            states.restore()
+                            self._graphs.run(
+                                Repetition(
+                                    id(region.module),
+                                    region.name or type(region.module).__name__,
+                                    region.gpu,
+                                    args,
+                                    kwargs,
+                                    grads,
+                                    first,
+                                    self._state_of(before, run),
+                                    counted[0] != counted[1],
+                                    repeat,
+                                )
                             )
-                        )
-                    finally:
-                        after.restore()
+                        finally:
+                            after.restore()
                 except Exception as error:
                     state.restore()
                     if not is_ours(error):
@@ -417,6 +466,15 @@ class Regions:
             if not is_ours(error):
                 raise
             self._refuse(region.module, error)
+
+    def _leave_out(self, region: _Region) -> None:
+        """Say that a region is not repeated this time, as another thread would see what the repetition changes."""
+        text = (
+            f"not recorded in full at step {self._observer.step}: another thread was in a call of a compiled module of the model"
+        )
+        if id(region.module) not in self._told_threads:
+            self._observer.report(region.name or type(region.module).__name__, text, not self._told_threads)
+            self._told_threads.add(id(region.module))
 
     def _state_of(self, before: _CallState, run: _Repetition) -> Hashable:
         """Return what a repetition depends on besides its arguments; None where it depends on more."""
@@ -446,7 +504,7 @@ class Regions:
     @contextmanager
     def _isolated(self, region: _Region) -> Iterator[None]:
         """Run the program's forward as eager code that leaves no trace and that nobody else observes."""
-        modes, self._counter, self._is_running = active_modes(), self._listener.counter, True
+        modes, self._counter = active_modes(), self._listener.counter
         self._listener.counter = None
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         try:
@@ -459,7 +517,7 @@ class Regions:
                 yield
         finally:
             set_modes(modes)
-            self._listener.counter, self._counter, self._is_running = self._counter, None, False
+            self._listener.counter, self._counter = self._counter, None
 
     @contextmanager
     def _recounted(self, before: Mapping[Any, int], after: Mapping[Any, int]) -> Iterator[None]:
@@ -570,6 +628,11 @@ class _Repetition:
             for module, parameters, buffers in before:
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
+
+
+@skipped_by_dynamo
+def _call_as_it_is(_: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
 def has_graph_breaks(module: nn.Module) -> bool:
