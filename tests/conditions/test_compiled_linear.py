@@ -430,6 +430,26 @@ def test_a_step_without_a_sample_quantizes_as_one_without_a_watch(tmp_path: Path
     assert counts == [2, 2, 1, 2]
 
 
+def test_a_backward_pass_that_gets_a_copy_of_its_weight_is_said_not_to_be_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch._dynamo.reset()
+    model = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), "blockwise")
+    model.compile(backend="aot_eager", fullgraph=True)
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=()) as watch:
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+                loss = model(torch.ones(4, WIDTH, requires_grad=True)).sum()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            watch.step()
+        model(torch.ones(4, WIDTH))  # of a forward pass alone nothing is said
+        watch.step()
+    said = fp8debug.Run(tmp_path / "run").sql("SELECT module, message FROM events WHERE kind = 'skipped'").to_pylist()
+    assert sorted(event["module"] for event in said) == ["0", "1"]
+    assert all("at step 0: its backward pass got a copy of its weight" in event["message"] for event in said)
+    assert capsys.readouterr().err.count("got a copy of its weight") == 1
+
+
 def test_compiled_code_calls_ops_without_a_gradient() -> None:
     torch._dynamo.reset()
     graphs: list[Any] = []

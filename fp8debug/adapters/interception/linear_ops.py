@@ -6,7 +6,7 @@ graph; an op's Linear is found by the address of its weight, and a backward op's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -37,6 +37,8 @@ class LinearOps:
         self._observers: dict[int, Observer] = {}  # of the recorders' watches, by their id
         self._end_steps: dict[int, Callable[[], None]] = {}  # what each of these calls when a step is over
         self._begun: list[LinearRecorder] = []  # those that may have kept something of the steps under way
+        self._unfound: set[torch.Size] = set()  # shapes of weights, no watched module's, of the step's backward ops
+        self._told: set[LinearRecorder] = set()  # those of which it was said that a backward pass was not recorded
         self._is_on_cpu: bool | None = None  # whether a module is, or may be; None is unknown
         self._steps = -1  # steps of all watches when the weights were looked for
 
@@ -50,6 +52,7 @@ class LinearOps:
             if self._recorders.get(key) is recorder:
                 del self._recorders[key]
             recorder.forget()
+            self._told.discard(recorder)
             self._see_modules()
 
         return remove
@@ -85,7 +88,11 @@ class LinearOps:
         if self._begun:
             for recorder in self._begun:
                 if recorder.observer is observer:
+                    if recorder not in self._told and recorder.waits(self._unfound):
+                        recorder.say_lost(observer.step - 1, not self._told)
+                        self._told.add(recorder)
                     recorder.forget()
+            self._unfound.clear()
             self._begun = [recorder for recorder in self._begun if recorder.observer is not observer]
             self._is_on_cpu = None
         linear_ops.OBSERVED.wake()
@@ -95,7 +102,10 @@ class LinearOps:
         if self._are_idle(grad_output) or is_of_cuda_graph():
             return None
         found = self._of(weight, True)
-        return found if found is not None and found.observes(grad_output) else None
+        if found is None:
+            self._unfound.add(weight.shape)
+            return None
+        return found if found.observes(grad_output) else None
 
     def _are_idle(self, x: Tensor) -> bool:
         """Return whether no watch records anything in this step, and no FLOPs are counted."""
@@ -212,6 +222,15 @@ class LinearRecorder:
         """Let go of what the step that is over has kept."""
         self._kept.clear()
         self._are_mixed = False
+
+    def waits(self, shapes: Collection[torch.Size]) -> bool:
+        """Return whether a forward pass waits for its backward pass, and its weight has one of these shapes."""
+        return bool(self._kept) and (weight := self.weight) is not None and weight.shape in shapes
+
+    def say_lost(self, step: int, aloud: bool) -> None:
+        """Report that a backward pass was not recorded."""
+        text = f"not recorded in full at step {step}: its backward pass got a copy of its weight, as from a saved-tensor hook"
+        self.observer.report(self._probe.module, text, aloud)
 
     def observes(self, grad_output: Tensor) -> bool:
         """Return whether anything is recorded of a backward op."""
