@@ -440,7 +440,7 @@ def test_a_backward_pass_that_gets_a_copy_of_its_weight_is_said_not_to_be_record
         for _ in range(2):
             with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
                 loss = model(torch.ones(4, WIDTH, requires_grad=True)).sum()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            loss.backward()
             watch.step()
         model(torch.ones(4, WIDTH))  # of a forward pass alone nothing is said
         watch.step()

@@ -18,9 +18,10 @@ import fp8debug
 from fp8debug.adapters.interception import region_threads
 from fp8debug.adapters.interception.region_threads import RegionThreads
 from fp8debug.adapters.interception.repetition_graphs import RepetitionGraphs
+from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import rows
-from tests.conditions.test_compiled_programs import WIDTH, Block, ScaledLinear
+from tests.conditions.test_compiled_programs import WIDTH, Block
 
 pytestmark = [*COMPILES, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -56,7 +57,7 @@ def test_two_threads_run_forward_passes_of_one_step(kind: str, tmp_path: Path) -
         with ThreadPoolExecutor(2) as pool:
             for step in range(6):
                 losses = list(pool.map(lambda seed: loss_of(model, seed), (step, step + 100)))
-                (losses[0] + losses[1]).backward()  # type: ignore[no-untyped-call]  # torch's
+                (losses[0] + losses[1]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 found += [loss.detach() for loss in losses]
@@ -90,7 +91,7 @@ def test_a_thread_that_evaluates_waits_for_a_repetition_and_none_begins_inside_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = compiled("scaled")
-    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+    loss_of(model, 0).backward()
     with torch.no_grad():
         expected = model(batch(7))
     expected_grads = [cast(Tensor, p.grad).clone() for p in model.parameters()]
@@ -110,7 +111,7 @@ def test_a_thread_that_evaluates_waits_for_a_repetition_and_none_begins_inside_i
 
     during_repetitions(monkeypatch, start)
     with fp8debug.watch(model, tmp_path / "run", every=1, turns=1, what_if=()) as watch:
-        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        loss_of(model, 0).backward()
         for thread in threads:
             thread.join()
         for parameter, grad in zip(model.parameters(), expected_grads, strict=True):
@@ -133,7 +134,7 @@ def test_a_thread_that_evaluates_waits_for_a_repetition_and_none_begins_inside_i
         other.start()
         assert inside.wait(30)
         monkeypatch.undo()
-        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+        loss_of(model, 0).backward()
         may_end.set()
         other.join()
         watch.step()
@@ -153,12 +154,12 @@ def test_a_thread_that_prepares_batches_draws_the_numbers_that_it_draws_without_
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     model, seen = compiled("scaled"), []
-    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+    loss_of(model, 0).backward()
     during_repetitions(monkeypatch, lambda: seen.append(draw()))
     with fp8debug.watch(model, tmp_path / "run", every=1, turns=1, what_if=()) as watch:
         start()
         for _ in range(3):
-            loss_of(model, 0).backward()  # type: ignore[no-untyped-call]  # torch's
+            loss_of(model, 0).backward()
             seen.append(draw())
             watch.step()
     assert len(seen) == 9  # two of three while a block was repeated
