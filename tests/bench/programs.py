@@ -109,7 +109,7 @@ def steps(
     optimizer = options.get("optimizer") or sgd(net)
     for step in range(number):
         loss = losses(step)
-        loss.backward(**options.get("backward", {}))  # type: ignore[no-untyped-call]  # torch's
+        loss.backward(**options.get("backward", {}))
         optimizer.step()
         optimizer.zero_grad()
         yield loss.detach()
@@ -133,7 +133,7 @@ def optimizer_in_backward(net: nn.Module, end: Callable[[Tensor], None]) -> Iter
         parameter.register_post_accumulate_grad_hook(update)
     for step in range(5):
         loss = loss_of(net, step)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         yield loss.detach()
         end(loss)
 
@@ -243,7 +243,7 @@ def lbfgs(net: nn.Module, end: Callable[[Tensor], None]) -> Iterator[Tensor]:
         def closure(step: int = step) -> float:
             optimizer.zero_grad()
             losses.append(loss_of(net, step))
-            losses[-1].backward()  # type: ignore[no-untyped-call]  # torch's
+            losses[-1].backward()
             return float(losses[-1])
 
         optimizer.step(closure)
@@ -259,10 +259,12 @@ def sharpness_aware(net: nn.Module, end: Callable[[Tensor], None]) -> Iterator[T
         first = loss_of(net, step)
         offsets = [gradient * 1e-2 for gradient in torch.autograd.grad(first, parameters)]
         with torch.no_grad():
-            torch._foreach_add_(parameters, offsets)
-        loss_of(net, step).backward()  # type: ignore[no-untyped-call]  # torch's
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                parameter.add_(offset)
+        loss_of(net, step).backward()
         with torch.no_grad():
-            torch._foreach_sub_(parameters, offsets)
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                parameter.sub_(offset)
         return first.detach().requires_grad_()
 
     yield from steps(net, end, loss)
@@ -375,7 +377,7 @@ def frozen_now_and_then(net: nn.Module, end: Callable[[Tensor], None]) -> Iterat
 def backward_twice(net: nn.Module, end: Callable[[Tensor], None]) -> Iterator[Tensor]:
     def loss(step: int) -> Tensor:
         found = loss_of(net, step)
-        found.backward(retain_graph=True)  # type: ignore[no-untyped-call]  # torch's
+        found.backward(retain_graph=True)
         return found * 0.5
 
     yield from steps(net, end, loss)
@@ -447,7 +449,7 @@ def judged(path: Path) -> str:
     except Fp8DebugError as error:
         return str(error)
     findings = [f"{finding.code} {finding.name}" for finding in report if finding.severity != "info"]
-    return ", ".join([str(report.classification['class']), *findings])
+    return ", ".join([str((report.classification or {}).get("class")), *findings])
 
 
 def main() -> int:
