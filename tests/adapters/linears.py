@@ -64,9 +64,18 @@ def multiply(
     return torch._scaled_mm(left, right, *given, out_dtype=torch.bfloat16, **more)
 
 
+class InFp8:
+    """How the product of a layer by :class:`Matmul` is made."""
+
+    rowwise = False
+    turned = False
+    scales = "apart"
+    fused_bias: Tensor | None = None
+
+
 class Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ScaledLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: InFp8) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         if layer.turned:
@@ -84,14 +93,10 @@ class Matmul(torch.autograd.Function):
         return grad_input, multiply(grad.t(), x, dtypes, *given), None
 
 
-class ScaledLinear(nn.Linear):
+class ScaledLinear(InFp8, nn.Linear):
     """A Linear over ``torch._scaled_mm``, as a project may write its own."""
 
-    rowwise = False
-    turned = False
-    scales = "apart"
     is_used_in_fp8 = True
-    fused_bias: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_used_in_fp8:

@@ -65,10 +65,8 @@ class MegatronLinear(linears.ScaledLinear):
         return out.reshape(*x.shape[:-1], -1), self.bias
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(linears.InFp8, nn.Module):
     """The same without nn.Linear among its bases."""
-
-    rowwise, turned, fused_bias = False, False, None
 
     def __init__(self) -> None:
         super().__init__()

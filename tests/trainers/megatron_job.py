@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 import fp8debug
 from tests import ranks
-from tests.adapters.linears import Matmul
+from tests.adapters.linears import InFp8, Matmul
 
 ON_GPUS = torch.cuda.is_available()
 STEPS, MICROBATCHES, SEQUENCES, WORDS = 3, 2, 2, 128
@@ -58,11 +58,8 @@ class OnCpu(TorchFunctionMode):
         return found.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(found, str) else found
 
 
-class _InFp8:
+class _InFp8(InFp8):
     """FP8 product of a Linear of the package."""
-
-    rowwise = turned = False
-    fused_bias = None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Any = None, **options: Any) -> Tensor:
         if options["allreduce_dgrad"]:
