@@ -202,7 +202,7 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.
     found = list(found)
 
     @cache
-    def sizes() -> dict[tuple[str, str, int, str], tuple[float, float]]:
+    def sizes() -> dict[tuple[str, str, int, str], list[tuple[float, float]]]:
         return _sizes(run, found)
 
     def holds(trace: Trace, row: dict[str, Any]) -> bool:
@@ -211,21 +211,25 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.
             return False
         place, gemm = (trace.module, trace.gemm, row["step"]), Gemm(trace.gemm)
         other = next((t.value for t in OPERANDS[gemm] if t.value != trace.tensor), "")
-        partner = sizes().get((*place, other))
-        if partner is None:
+        partners, results = sizes().get((*place, other), []), sizes().get((*place, RESULTS[gemm].value), [])
+        if not partners:
             return False
-        if cosine >= _least_cosine(trace) and abs(gain - 1) > tolerance and abs(partner[0] * gain - 1) <= tolerance:
+        is_off = cosine >= _least_cosine(trace) and abs(gain - 1) > tolerance
+        if is_off and all(abs(size * gain - 1) <= tolerance for size, _ in partners):
             return True
-        result = sizes().get((*place, RESULTS[gemm].value))
-        if result is None or abs(result[0] - 1) > tolerance or result[1] < _MIN_RESULT_COSINE:
+        if not results or any(abs(size - 1) > tolerance or direction < _MIN_RESULT_COSINE for size, direction in results):
             return False
-        return min(_error(gain, cosine), _error(*partner)) > _COMPENSATED * _error(*result)
+        least = min(_error(gain, cosine), *(_error(*partner) for partner in partners))
+        return least > _COMPENSATED * max(_error(*result) for result in results)
 
     return holds
 
 
-def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], tuple[float, float]]:
-    """Return gain and cosine of operands and results by module, GEMM, step and tensor, where traces have rows."""
+def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], list[tuple[float, float]]]:
+    """Return gain and cosine of operands and results by module, GEMM, step and tensor, where traces have rows.
+
+    A tensor has several where it runs in several casts, as when ranks have recipes of their own.
+    """
     modules, steps = sorted({t.module for t in found}), sorted({row["step"] for t in found for row in t.rows})
     if not steps:
         return {}
@@ -234,8 +238,10 @@ def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], 
         f" AND module IN ({', '.join('?' for _ in modules)}) AND step IN ({', '.join(map(str, steps))}) AND gain > 0"
         " AND cosine > 0"
     )
-    rows = run.sql(query, modules).to_pylist()
-    return {(r["module"], r["gemm"], r["step"], r["tensor"]): (r["gain"], r["cosine"]) for r in rows}
+    sizes: dict[tuple[str, str, int, str], list[tuple[float, float]]] = {}
+    for r in run.sql(query, modules).to_pylist():
+        sizes.setdefault((r["module"], r["gemm"], r["step"], r["tensor"]), []).append((r["gain"], r["cosine"]))
+    return sizes
 
 
 def _error(gain: float, cosine: float) -> float:
