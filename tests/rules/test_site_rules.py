@@ -12,7 +12,7 @@ import torch
 
 from fp8debug.rules import RULES, Severity, triage
 from tests.rules import sick_sites as sick
-from tests.rules.sick_runs import CULPRIT, INPUT, OUTLIER, WEIGHT, share
+from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT, OUTLIER, WEIGHT, share
 from tests.rules.sick_sites import FOREIGN, STALE, WGRAD, of_energy, rotated, shifted
 from tests.synthetic import MODULES, Override, build
 
@@ -215,6 +215,14 @@ def test_replicas_that_differ_are_found_on_the_rank_that_does_not_count(tmp_path
     run = build(tmp_path / "run", world_size=2, overrides=[Override(**WEIGHT, ranks=(1,), slots=STALE)])
     (finding,) = triage(run)
     assert (finding.code, finding.module, finding.steps[0], finding.ranks) == ("F121", CULPRIT, 40, (0, 1))
+
+
+def test_an_input_that_one_rank_clips_does_not_hold_the_scale_of_a_weight_that_is_wrong_on_all(tmp_path: Path) -> None:
+    overrides = [Override(**{**INPUT, "ranks": (1,)}, slots=CLIPPED), Override(**WEIGHT, slots={"gain": 2.0})]
+    found = triage(build(tmp_path / "run", num_steps=60, world_size=3, overrides=overrides), select=["F113"])
+    (finding,) = found
+    assert finding.steps == (40, 50)
+    assert sorted((part.gemm, part.steps) for part in finding.parts) == [("dgrad", (40, 50)), ("fprop", (40, 50))]
 
 
 def test_other_weights_on_each_rank_are_no_replicas(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.
 def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], list[tuple[float, float]]]:
     """Return gain and cosine of operands and results by module, GEMM, step and tensor, where traces have rows.
 
-    A tensor has several where it runs in several casts, as when ranks have recipes of their own.
+    An input has several, one for each rank, and any tensor that runs in several casts.
     """
     modules, steps = sorted({t.module for t in found}), sorted({row["step"] for t in found for row in t.rows})
     if not steps:
