@@ -225,6 +225,13 @@ def test_an_input_that_one_rank_clips_does_not_hold_the_scale_of_a_weight_that_i
     assert sorted((part.gemm, part.steps) for part in finding.parts) == [("dgrad", (40, 50)), ("fprop", (40, 50))]
 
 
+def test_an_input_that_clips_does_not_hold_the_scale_of_an_old_weight(tmp_path: Path) -> None:
+    clips = {"num_saturated": share(0.25), "headroom": 8.0, "gain": 0.9, "sqnr_db": 10.0}
+    overrides = [Override(**INPUT, slots=clips), Override(**WEIGHT, slots={**clips, "headroom": 2.0})]
+    found = triage(build(tmp_path / "run", recipe="tensorwise_delayed", overrides=overrides))
+    assert sorted(finding.code for finding in found if finding.severity != Severity.INFO) == ["F101", "F112"]
+
+
 def test_other_weights_on_each_rank_are_no_replicas(tmp_path: Path) -> None:
     half = Override(**WEIGHT, ranks=(1,), slots={"sum_x2": lambda row: 2 * row["sum_x2"]})
     worse = Override(**WEIGHT, ranks=(1,), slots={**FOREIGN})

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS
@@ -191,18 +191,18 @@ def scaled_elsewhere(run: Run, found: Iterable[Trace], tolerance: float = 0.15) 
 def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
     """Return the test whether the other operand of the GEMM holds the scale: both are off by factors that make 1 together.
 
-    Of several tensors that a row joins each may have a factor of its own, so that neither gain is one. That both operands are off
-    and the GEMM's result is none the less its product says the same of all of them.
+    Of several tensors that a row joins each may have a factor of its own, so that neither gain is one. Where either row joins
+    several, that both operands are off and the GEMM's result is none the less its product says the same of all of them.
 
     Args:
         run: the run.
-        found: traces with ``gain`` and ``cosine``.
+        found: traces with ``gain``, ``cosine`` and ``num_tensors``.
         tolerance: relative difference of the product of two factors from 1, and of a result from its product.
     """
     found = list(found)
 
     @cache
-    def sizes() -> dict[tuple[str, str, int, str], list[tuple[float, float]]]:
+    def sizes() -> dict[tuple[str, str, int, str], list[_Size]]:
         return _sizes(run, found)
 
     def holds(trace: Trace, row: dict[str, Any]) -> bool:
@@ -215,18 +215,28 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.
         if not partners:
             return False
         is_off = cosine >= _least_cosine(trace) and abs(gain - 1) > tolerance
-        if is_off and all(abs(size * gain - 1) <= tolerance for size, _ in partners):
+        if is_off and all(abs(partner.gain * gain - 1) <= tolerance for partner in partners):
             return True
-        if not results or any(abs(size - 1) > tolerance or direction < _MIN_RESULT_COSINE for size, direction in results):
+        if max(row["num_tensors"] or 1, *(partner.num_tensors for partner in partners)) == 1 or not results:
             return False
-        least = min(_error(gain, cosine), *(_error(*partner) for partner in partners))
-        return least > _COMPENSATED * max(_error(*result) for result in results)
+        if any(abs(result.gain - 1) > tolerance or result.cosine < _MIN_RESULT_COSINE for result in results):
+            return False
+        least = min(_error(gain, cosine), *(_error(partner.gain, partner.cosine) for partner in partners))
+        return least > _COMPENSATED * max(_error(result.gain, result.cosine) for result in results)
 
     return holds
 
 
-def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], list[tuple[float, float]]]:
-    """Return gain and cosine of operands and results by module, GEMM, step and tensor, where traces have rows.
+class _Size(NamedTuple):
+    """Row of an operand or result, beside its reference."""
+
+    gain: float
+    cosine: float
+    num_tensors: int
+
+
+def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], list[_Size]]:
+    """Return rows of operands and results by module, GEMM, step and tensor, where traces have rows.
 
     An input has several, one for each rank, and any tensor that runs in several casts.
     """
@@ -234,13 +244,14 @@ def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], 
     if not steps:
         return {}
     query = (
-        "SELECT module, gemm, step, tensor, gain, cosine FROM sites WHERE actual AND reference IN ('operand', 'shadow')"
-        f" AND module IN ({', '.join('?' for _ in modules)}) AND step IN ({', '.join(map(str, steps))}) AND gain > 0"
-        " AND cosine > 0"
+        "SELECT module, gemm, step, tensor, gain, cosine, num_tensors FROM sites WHERE actual"
+        f" AND reference IN ('operand', 'shadow') AND module IN ({', '.join('?' for _ in modules)})"
+        f" AND step IN ({', '.join(map(str, steps))}) AND gain > 0 AND cosine > 0"
     )
-    sizes: dict[tuple[str, str, int, str], list[tuple[float, float]]] = {}
+    sizes: dict[tuple[str, str, int, str], list[_Size]] = {}
     for r in run.sql(query, modules).to_pylist():
-        sizes.setdefault((r["module"], r["gemm"], r["step"], r["tensor"]), []).append((r["gain"], r["cosine"]))
+        size = _Size(r["gain"], r["cosine"], r["num_tensors"] or 1)
+        sizes.setdefault((r["module"], r["gemm"], r["step"], r["tensor"]), []).append(size)
     return sizes
 
 
