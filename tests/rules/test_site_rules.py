@@ -227,7 +227,8 @@ def test_an_input_that_one_rank_clips_does_not_hold_the_scale_of_a_weight_that_i
 
 def test_an_input_that_clips_does_not_hold_the_scale_of_an_old_weight(tmp_path: Path) -> None:
     clips = {"num_saturated": share(0.25), "headroom": 8.0, "gain": 0.9, "sqnr_db": 10.0}
-    overrides = [Override(**INPUT, slots=clips), Override(**WEIGHT, slots={**clips, "headroom": 2.0})]
+    old = Override(module=CULPRIT, gemm="fprop", tensor="weight", steps=(40, None), slots={**clips, "headroom": 2.0})
+    overrides = [Override(**INPUT, slots=clips), old]
     found = triage(build(tmp_path / "run", recipe="tensorwise_delayed", overrides=overrides))
     assert sorted(finding.code for finding in found if finding.severity != Severity.INFO) == ["F101", "F112"]
 
