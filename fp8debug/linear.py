@@ -208,7 +208,7 @@ class Fp8Linear(nn.Linear):
         if self._memories:
             self._begin_histories()
         Fp8Linear.num_recipes_set += 1  # after it is in place: who sees the number sees the recipe
-        linear_ops.OBSERVED.wake()
+        linear_ops.OBSERVED.resume()
 
     def operand(
         self,

@@ -86,27 +86,27 @@ class OpObserver(Protocol):
 
 
 class ObservedOps:
-    """Receiver of each op: it finds a watched Fp8Linear's recorder, while anything may be to record.
+    """Observer of the ops of Fp8Linears, inactive in the rest of a step without anything to record.
 
     Attributes:
-        asked: it, None for nobody. Ops run in more than one thread: read it once.
+        active: the active observer; None if there is none. Ops run in several threads, so each reads it once.
     """
 
     def __init__(self) -> None:
-        self.asked: OpObserver | None = None
+        self.active: OpObserver | None = None
         self._observer: OpObserver | None = None
 
     def set(self, observer: OpObserver | None) -> None:
-        """Ask another one from now on."""
-        self._observer = self.asked = observer
+        """Make an observer the active one; None removes it."""
+        self._observer = self.active = observer
 
-    def rest(self) -> None:
-        """Ask nobody until :meth:`wake`: nothing is recorded of the step under way."""
-        self.asked = None
+    def pause(self) -> None:
+        """Deactivate the observer until :meth:`resume`."""
+        self.active = None
 
-    def wake(self) -> None:
-        """Ask again: the step is over, or a recipe was set, or FLOPs are counted."""
-        self.asked = self._observer
+    def resume(self) -> None:
+        """Activate it again: a step ended, a recipe was set, or FLOPs are counted."""
+        self.active = self._observer
 
 
 OBSERVED = ObservedOps()
@@ -266,8 +266,8 @@ def _fprop(
     parsed = parse_plan(plan)
     x_fprop = _operand(x, Quantized(data, scale_inv), parsed.casts[_X_FPROP])
     x_wgrad = _saved_input(x, x_fprop, data_wgrad, scale_inv_wgrad, parsed) if learns else None
-    asked = OBSERVED.asked
-    recorder = None if asked is None else asked.begin_forward(x, weight, trains=trains)
+    observer = OBSERVED.active
+    recorder = None if observer is None else observer.begin_forward(x, weight, trains=trains)
     with _without_autocast(x):
         w_fprop = _quantized(recorder, _W_FPROP, weight, parsed, w_given)
         output = _product(Gemm.FPROP, x_fprop, w_fprop, x.dtype, parsed)
@@ -306,8 +306,8 @@ def _backward(
     ``g_given``, ``w_given`` and ``g_wgrad_given`` are the scale_inv of delayed casts.
     """
     parsed = parse_plan(plan)
-    asked = OBSERVED.asked
-    recorder = None if asked is None else asked.begin_backward(grad_output, weight)
+    observer = OBSERVED.active
+    recorder = None if observer is None else observer.begin_backward(grad_output, weight)
     dgrad: tuple[Operand, Operand, Tensor] | None = None
     wgrad: tuple[Operand, Operand, Tensor] | None = None
     with _without_autocast(grad_output):

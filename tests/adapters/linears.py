@@ -65,7 +65,7 @@ def multiply(
 
 
 class InFp8:
-    """How the product of a layer by :class:`Matmul` is made."""
+    """Options of a layer that multiplies by :class:`Matmul`."""
 
     rowwise = False
     turned = False

@@ -406,9 +406,9 @@ def test_what_is_left_outside_of_graphs_is_named(tmp_path: Path) -> None:
 
 def test_a_watch_that_ends_leaves_no_recorder(tmp_path: Path) -> None:
     train("rowwise", tmp_path / "run")
-    assert linear_ops.OBSERVED.asked is None
-    linear_ops.OBSERVED.wake()
-    assert linear_ops.OBSERVED.asked is None
+    assert linear_ops.OBSERVED.active is None
+    linear_ops.OBSERVED.resume()
+    assert linear_ops.OBSERVED.active is None
 
 
 def test_a_step_without_a_sample_quantizes_as_one_without_a_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +525,7 @@ def test_an_op_of_a_step_without_a_sample_looks_for_no_recorder(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("check_finite", "expected"), [(False, [8, 1, 1, 8, 1, 1]), (None, [8] * 6)])
-def test_nobody_is_asked_about_the_ops_of_a_step_in_which_nothing_can_be_to_record(
+def test_ops_after_the_first_are_not_observed_in_a_step_without_anything_to_record(
     check_finite: bool | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()

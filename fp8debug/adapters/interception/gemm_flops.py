@@ -174,7 +174,7 @@ class GemmCounter:
                         address = parameter.untyped_storage().data_ptr()
                         self._parameters.setdefault(address, (f"{name}.{own}" if name else own, module))
         Fp8Linear.counters.append(self._see_ours)
-        linear_ops.OBSERVED.wake()
+        linear_ops.OBSERVED.resume()
 
     def end(self) -> None:
         """Count no more: the forward pass ended."""

@@ -35,11 +35,11 @@ class LinearOps:
         self._at: dict[tuple[int, bool], LinearRecorder] = {}  # by the weight's address when it was last looked for
         self._unknown: set[tuple[int, bool]] = set()  # addresses of weights that are no watched module's
         self._observers: dict[int, Observer] = {}  # of the recorders' watches, by their id
-        self._end_steps: dict[int, Callable[[], None]] = {}  # what each of these calls when a step is over
-        self._begun: list[LinearRecorder] = []  # those that may have kept something of the steps under way
-        self._unfound: set[torch.Size] = set()  # shapes of weights, no watched module's, of the step's backward ops
-        self._told: set[LinearRecorder] = set()  # those of which it was said that a backward pass was not recorded
-        self._is_on_cpu: bool | None = None  # whether a module is, or may be; None is unknown
+        self._end_steps: dict[int, Callable[[], None]] = {}  # callback of each watch at the end of a step, by its id
+        self._begun: list[LinearRecorder] = []  # recorders of the ops that began in the steps under way
+        self._unfound: set[torch.Size] = set()  # shapes of the weights of backward ops that no recorder was found for
+        self._reported: set[LinearRecorder] = set()  # recorders whose missing backward pass was reported
+        self._is_on_cpu: bool | None = None  # True if a watched module is not on a GPU; None is unknown
         self._steps = -1  # steps of all watches when the weights were looked for
 
     def add(self, layer: Fp8Linear, probe: Probe) -> Callable[[], None]:
@@ -52,7 +52,7 @@ class LinearOps:
             if self._recorders.get(key) is recorder:
                 del self._recorders[key]
             recorder.forget()
-            self._told.discard(recorder)
+            self._reported.discard(recorder)
             self._see_modules()
 
         return remove
@@ -61,7 +61,7 @@ class LinearOps:
         """Return what records a forward op; None where nothing is recorded of it."""
         if self._are_idle(x):
             if trains and not any(observer.in_shape_inference for observer in self._observers.values()):
-                self._rest_until_step_ends()
+                self._pause_until_step_ends()
             return None
         found = self._of(weight, trains)
         if found is not None and is_of_cuda_graph():
@@ -72,8 +72,8 @@ class LinearOps:
             return found
         return None
 
-    def _rest_until_step_ends(self) -> None:
-        """Record the recipes that were set, which hold from this step on; be asked no more of it when nothing is left to do."""
+    def _pause_until_step_ends(self) -> None:
+        """Record the recipes that were set; ignore the other ops of the step if no watch has anything left to do in it."""
         for observer in self._observers.values():
             observer.before_forward()
         if self._is_on_cpu is None:
@@ -81,21 +81,21 @@ class LinearOps:
         observers = self._observers.values()
         is_searched = self._is_on_cpu and any(observer.settings.check_finite is None for observer in observers)
         if not is_searched and all(observer.deferred_release.is_empty for observer in observers):
-            linear_ops.OBSERVED.rest()
+            linear_ops.OBSERVED.pause()
 
     def _end_step(self, observer: Observer) -> None:
-        """Let go of what a watch's step has kept, and be asked again."""
+        """Drop the state of a watch's step, and observe ops again."""
         if self._begun:
             for recorder in self._begun:
                 if recorder.observer is observer:
-                    if recorder not in self._told and recorder.waits(self._unfound):
-                        recorder.say_lost(observer.step - 1, not self._told)
-                        self._told.add(recorder)
+                    if recorder not in self._reported and recorder.lacks_backward(self._unfound):
+                        recorder.report_no_backward(observer.step - 1, not self._reported)
+                        self._reported.add(recorder)
                     recorder.forget()
             self._unfound.clear()
             self._begun = [recorder for recorder in self._begun if recorder.observer is not observer]
             self._is_on_cpu = None
-        linear_ops.OBSERVED.wake()
+        linear_ops.OBSERVED.resume()
 
     def begin_backward(self, grad_output: Tensor, weight: Tensor) -> linear_ops.OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
@@ -223,11 +223,11 @@ class LinearRecorder:
         self._kept.clear()
         self._are_mixed = False
 
-    def waits(self, shapes: Collection[torch.Size]) -> bool:
-        """Return whether a forward pass waits for its backward pass, and its weight has one of these shapes."""
+    def lacks_backward(self, shapes: Collection[torch.Size]) -> bool:
+        """Return whether no backward pass was recorded of a forward pass whose weight has one of these shapes."""
         return bool(self._kept) and (weight := self.weight) is not None and weight.shape in shapes
 
-    def say_lost(self, step: int, aloud: bool) -> None:
+    def report_no_backward(self, step: int, aloud: bool) -> None:
         """Report that a backward pass was not recorded."""
         text = f"not recorded in full at step {step}: its backward pass got a copy of its weight, as from a saved-tensor hook"
         self.observer.report(self._probe.module, text, aloud)

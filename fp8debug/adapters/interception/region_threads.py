@@ -1,4 +1,7 @@
-"""Which threads are in a call of a compiled module: none may see the aliases that a repetition puts in the place of weights."""
+"""Mutual exclusion of repetitions and other threads' calls of compiled modules.
+
+A repetition puts aliases in the place of a module's weights. A call of another thread would compute with them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Seconds after which a call waits no longer for a repetition, which takes milliseconds: it may wait for the call's own thread.
+#: Longest wait of a call for a repetition, in seconds. A repetition takes milliseconds, unless it waits for that very thread.
 PATIENCE_S = 10.0
 
 
 class RegionThreads:
-    """Lets a repetition and calls of other threads exclude each other; neither waits for what the other waits for.
+    """Mutual exclusion of repetitions and other threads' calls, without deadlock.
 
-    A call waits for a repetition that another thread runs. A repetition waits for nobody: it is left out.
+    A call waits for a repetition of another thread. A repetition never waits: it is skipped while another thread is in a call.
     """
 
     def __init__(self) -> None:
@@ -28,14 +31,14 @@ class RegionThreads:
         return self._repeats_in == threading.get_ident()
 
     def enter(self) -> None:
-        """Begin a call, after a repetition that another thread runs."""
+        """Begin a call; wait for a repetition of another thread, at most ``PATIENCE_S``."""
         thread = threading.get_ident()
-        self._depths[thread] = self._depths.get(thread, 0) + 1  # a repetition that begins from now on is left out
+        self._depths[thread] = self._depths.get(thread, 0) + 1  # repetitions that begin from now on are skipped
         if self._repeats_in not in (None, thread):
             self._is_free.wait(PATIENCE_S)
 
     def leave(self) -> None:
-        """End a call, also one whose beginning an exception of the program ended."""
+        """End a call; without effect if an exception of the program ended :meth:`enter` before it counted the call."""
         thread = threading.get_ident()
         depth = self._depths.pop(thread, 0) - 1
         if depth > 0:
@@ -43,7 +46,7 @@ class RegionThreads:
 
     @contextmanager
     def repeating(self) -> Iterator[bool]:
-        """Run a repetition; False where another thread is in a call, or runs one, so that it must be left out."""
+        """Run a repetition; yields False if it must be skipped, because another thread is in a call or repeats a module."""
         thread = threading.get_ident()
         if self._repeats_in is not None:
             yield False

@@ -78,7 +78,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 class _Random(NamedTuple):
-    """States of the random generators that a forward pass may draw from; None is one that is left alone."""
+    """States of the random generators that a forward pass may draw from; None is not restored."""
 
     python: Any
     numpy: Any
@@ -91,12 +91,12 @@ class _Random(NamedTuple):
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus)
 
     def drawn_by(self, after: _Random) -> _Random:
-        """Return the states of those that a call has drawn from, or another thread meanwhile; GPUs' are kept in any case.
+        """Return the states of the host's generators that have changed since, and those of all GPUs.
 
-        A thread that prepares batches draws from the generators of the host: no state of them is put back without need.
+        Restoring the others would undo what a thread that prepares batches draws meanwhile.
         """
         is_same = self.numpy[2:] == after.numpy[2:] and np.array_equal(self.numpy[1], after.numpy[1])
-        assert self.cpu is not None and after.cpu is not None  # both are what now() returned
+        assert self.cpu is not None and after.cpu is not None  # as now() returns them
         return self._replace(
             python=None if self.python == after.python else self.python,
             numpy=None if is_same else self.numpy,
@@ -104,7 +104,7 @@ class _Random(NamedTuple):
         )
 
     def only(self, others: _Random) -> _Random:
-        """Return the states of those that another one has."""
+        """Return the states of the generators that another one has."""
         return self._replace(
             python=None if others.python is None else self.python,
             numpy=None if others.numpy is None else self.numpy,
@@ -211,7 +211,7 @@ class Regions:
         self._refused: set[int] = set()
         self._outputs: list[Any] = []  # hooks on trained outputs whose backward pass has not come yet
         self._threads = RegionThreads()
-        self._told_threads: set[int] = set()  # regions of which it was said that another thread was in the way
+        self._skipped: set[int] = set()  # regions whose repetition was skipped for another thread, and reported
         self._counter: GemmCounter | None = None  # the listener's, while a repetition runs
         self._seen: set[tuple[int, int]] = set()  # regions that were called outside a backward pass, by step
         self._first: dict[int, int] = {}  # of the step: position of a region's first module in execution order, by its id
@@ -257,7 +257,7 @@ class Regions:
 
     @skipped_by_dynamo
     def _call(self, call: Callable[..., Any], module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a region while no other thread repeats one."""
+        """Call a region when no other thread repeats one."""
         try:
             self._enter()
             return call(module, run, *args, **kwargs)
@@ -468,13 +468,13 @@ class Regions:
             self._refuse(region.module, error)
 
     def _leave_out(self, region: _Region) -> None:
-        """Say that a region is not repeated this time, as another thread would see what the repetition changes."""
+        """Report that a region is not repeated in this step: another thread would compute with the repetition's aliases."""
         text = (
             f"not recorded in full at step {self._observer.step}: another thread was in a call of a compiled module of the model"
         )
-        if id(region.module) not in self._told_threads:
-            self._observer.report(region.name or type(region.module).__name__, text, not self._told_threads)
-            self._told_threads.add(id(region.module))
+        if id(region.module) not in self._skipped:
+            self._observer.report(region.name or type(region.module).__name__, text, not self._skipped)
+            self._skipped.add(id(region.module))
 
     def _state_of(self, before: _CallState, run: _Repetition) -> Hashable:
         """Return what a repetition depends on besides its arguments; None where it depends on more."""

@@ -37,7 +37,7 @@ _MIN_RESULT_COSINE, _COMPENSATED = 0.9, 4.0
 #: Of rows that join several tensors: distance of norm ratio from 1, and of a cosine from a share in units of its own; tensors.
 _MAX_DISTANCE, _MAX_JOINED = 0.1, 8
 
-#: What a row needs for the judgement whether its scale is applied elsewhere.
+#: Columns of a row by which a scale that is applied elsewhere is recognized.
 SCALE_COLUMNS = ("gain", "cosine", "num_tensors", "scale_inv_min", "scale_inv_max")
 
 

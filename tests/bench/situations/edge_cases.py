@@ -20,6 +20,7 @@ from tests.bench.situations.stack import (
     Cast,
     Model,
     OwnKernel,
+    TwoExperts,
     expanded,
     fp8_gemm_nt,
     quantized,
@@ -113,19 +114,8 @@ def tile_hangs_over_the_row(folder: Path) -> None:
     train(Model(OwnKernel, hidden=416), folder / "clean")
 
 
-class _Experts(nn.Module):
-    """Two experts over one buffer of tokens, the first of which has none in every other step."""
-
-    step = 0
-
-    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
-        super().__init__()
-        self.first, self.second = (Block(linear, width, hidden, bias) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        offset = 100 if type(self).step % 2 else 0
-        late = self.second(x[offset:])
-        return torch.cat([self.first(x[:offset]), late])
+class _Experts(TwoExperts):
+    """Two experts, the first of which has no tokens in every other step."""
 
 
 @situation(
@@ -147,7 +137,7 @@ def gradient_of_an_empty_group(folder: Path) -> None:
             held[d.shape] = d.clone()
 
     def before(step: int) -> None:
-        _Experts.step = step
+        _Experts.offset = 100 if step % 2 else 0
 
     train(Model(OwnKernel, block=_Experts), folder / "sick", before=before, kernel=kernel)
     train(Model(OwnKernel, block=_Experts), folder / "clean", before=before)

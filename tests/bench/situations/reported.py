@@ -26,6 +26,7 @@ from tests.bench.situations.stack import (
     Cast,
     Model,
     OwnKernel,
+    TwoExperts,
     altered,
     fp8_gemm_nt,
     quantized,
@@ -105,20 +106,6 @@ def every_fourth_column_is_dead(folder: Path) -> None:
     train(with_fault(OwnKernel), folder / "sick", kernel=kernel)
 
 
-class _Groups(nn.Module):
-    """Two experts over one buffer of tokens, the first of which takes those before an offset."""
-
-    offset = 100
-
-    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
-        super().__init__()
-        self.first, self.second = (Block(linear, width, hidden, bias) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        late = self.second(x[self.offset :])  # so that its backward pass comes last
-        return torch.cat([self.first(x[: self.offset]), late])
-
-
 @situation(
     "marin-community/marin#8339",
     "the grouped wgrad rounds a group's first row down to a multiple of 64: rows of the expert before it join its gradient",
@@ -128,14 +115,14 @@ class _Groups(nn.Module):
 )  # fmt: skip
 def rows_of_the_group_before(folder: Path) -> None:
     before: dict[torch.Size, tuple[Tensor, Tensor]] = {}
-    shift = _Groups.offset % 64
+    shift = TwoExperts.offset % 64
 
     def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
         fp8_gemm_nt(a, b, d)
         if recipe != "wgrad":
             return
         first, second = values(a), values(b)
-        if first.shape[1] == _Groups.offset:
+        if first.shape[1] == TwoExperts.offset:
             before[d.shape] = (first, second)
             return
         joined = [
@@ -143,7 +130,7 @@ def rows_of_the_group_before(folder: Path) -> None:
         ]
         d.copy_(joined[0] @ joined[1].t())
 
-    train(Model(OwnKernel, block=_Groups), folder / "sick", kernel=kernel)
+    train(Model(OwnKernel, block=TwoExperts), folder / "sick", kernel=kernel)
 
 
 class _Masked(Block):

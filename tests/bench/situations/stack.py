@@ -180,6 +180,25 @@ class Block(nn.Module):
         return out
 
 
+class TwoExperts(nn.Module):
+    """Two experts over one buffer of tokens.
+
+    Attributes:
+        offset: the first expert takes the tokens before it.
+    """
+
+    offset = 100
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.first, self.second = (Block(linear, width, hidden, bias) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        late = self.second(x[self.offset :])  # so that its backward pass comes last
+        return torch.cat([self.first(x[: self.offset]), late])
+
+
 class FusedBlock(nn.Module):
     """A gated MLP whose gate and up projections are one GEMM."""
 

@@ -192,6 +192,19 @@ def test_the_health_of_a_large_run_is_known_before_and_after_its_table_is_in_mem
     assert set(large.heat().modules) == set(before.modules)
 
 
+def queries_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that each query of a run is added to from now on."""
+    asked: list[str] = []
+    ask = Run.sql
+
+    def sql(self: Run, query: str, *params: Any) -> Any:
+        asked.append(query)
+        return ask(self, query, *params)
+
+    monkeypatch.setattr(Run, "sql", sql)
+    return asked
+
+
 def test_a_cast_that_was_in_force_between_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the first, a middle and the last sampled step were listed of a large run: others were in no menu."""
     once = Override(slots={"cast_name": "e4m3fn tensorwise current"}, gemm="fprop", tensor="weight", steps=(20, 30))
@@ -208,14 +221,7 @@ def test_what_the_first_click_on_a_large_run_asks_for_is_read_before(folder: Pat
     monkeypatch.setattr(screens, "IDLE_S", 0.01)
     source = ServedFolder(folder / "sick")
     screens.go_ahead(source)
-    asked: list[str] = []
-    ask = Run.sql
-
-    def sql(self: Run, query: str, *params: Any) -> Any:
-        asked.append(query)
-        return ask(self, query, *params)
-
-    monkeypatch.setattr(Run, "sql", sql)
+    asked = queries_asked(monkeypatch)
     heatmap.layout(View("heatmap", None, {}), source.open(None))
     assert [query for query in asked if "FROM steps" not in query] == []  # whether there are times and tokens
 
@@ -226,14 +232,7 @@ def test_another_site_or_cast_of_a_module_asks_the_files_nothing(tmp_path: Path,
     shown = {"module": samples.SICK, "step": "390"}
     module_page.settle(View("module", None, shown), run_view)
     module_page.parts(View("module", None, shown), run_view)
-    asked: list[str] = []
-    ask = Run.sql
-
-    def sql(self: Run, query: str, *params: Any) -> Any:
-        asked.append(query)
-        return ask(self, query, *params)
-
-    monkeypatch.setattr(Run, "sql", sql)
+    asked = queries_asked(monkeypatch)
     for more in ({"site": "wgrad.input"}, {"site": "dgrad.weight", "cast": "e4m3fn tensorwise current"}):
         module_page.parts(View("module", None, {**shown, **more}), run_view)
     assert asked == []
