@@ -1,4 +1,4 @@
-"""How does triage do on public bug reports? ``python tests/bench/reality.py [--only GLOB] [--markdown] [--verbose]``
+"""How does triage do on public bug reports? ``python tests/bench/reality.py [--only GLOB] [--round N] [--markdown] [--verbose]``
 
 Rebuilds the situations of ``tests/bench/situations``, each from a public report. One line for each says how the tool did when it
 first met it, and how it does now. It asserts nothing.
@@ -44,9 +44,9 @@ def judged(one: Situation, *, verbose: bool = False) -> str:
 
 def table(results: Iterable[tuple[Situation, str]]) -> str:
     """Return the table of docs/triage.md."""
-    lines = ["| report | situation | first | now |", "| --- | --- | --- | --- |"]
+    lines = ["| report | situation | round | first | now |", "| --- | --- | ---: | --- | --- |"]
     for one, now in results:
-        lines.append(f"| {one.reference} | {one.name.replace('_', ' ')} | {one.first} | {now} |")
+        lines.append(f"| {one.reference} | {one.name.replace('_', ' ')} | {one.round} | {one.first} | {now} |")
     return "\n".join(lines)
 
 
@@ -54,13 +54,14 @@ def main() -> None:
     """Print the score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="glob over the situations' names")
+    parser.add_argument("--round", type=int, help="only the reports of that round, 1 the oldest")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/triage.md")
     parser.add_argument("--verbose", action="store_true", help="print what triage said")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = []
     for one in SITUATIONS:
-        if fnmatch(one.name, options.only):
+        if fnmatch(one.name, options.only) and options.round in (None, one.round):
             now = judged(one, verbose=options.verbose)
             results.append((one, now))
             if not options.markdown:

@@ -47,6 +47,7 @@ class Situation:
 
     Attributes:
         name: short, unique.
+        round: of reports that the tool met together, 1 the oldest; the rules were sharpened on each before the next.
         reference: issue or pull request, ``owner/repository#number``.
         what: the fault in a few words.
         first: outcome when the tool first met it, which is never changed.
@@ -55,6 +56,7 @@ class Situation:
     """
 
     name: str
+    round: int
     reference: str
     what: str
     first: str
@@ -66,16 +68,17 @@ SITUATIONS: list[Situation] = []
 
 
 def situation(
-    reference: str, what: str, first: str, **expected: Any
+    met: int, reference: str, what: str, first: str, **expected: Any
 ) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-    """Register a function that records a situation."""
+    """Register a function that records a situation, which the tool met in that round."""
     assert first in OUTCOMES, first
 
     def add(record: Callable[[Path], None]) -> Callable[[Path], None]:
         name = record.__name__
         assert name not in {one.name for one in SITUATIONS}
+        right = Expected(**expected)
         SITUATIONS.append(
-            Situation(name=name, reference=reference, what=what, first=first, expected=Expected(**expected), record=record)
+            Situation(name=name, round=met, reference=reference, what=what, first=first, expected=right, record=record)
         )
         return record
 

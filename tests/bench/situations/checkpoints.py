@@ -1,0 +1,178 @@
+"""Weights and scales that are loaded wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8debug
+from tests.bench.situations import situation
+from tests.bench.situations.stack import (
+    DOWN,
+    E4M3,
+    BlockLinear,
+    Cast,
+    Model,
+    altered,
+    batch,
+    cross_entropy,
+    quantized,
+    scales_of,
+    train,
+    values,
+    with_fault,
+)
+
+
+@situation(
+    1, "unslothai/unsloth#6978", "the scales of a checkpoint are dropped on load: raw codes become the weight", "wrong",
+    modules=("blocks.1.gate",), tensors=("weight",), words=("code", "scale"), misleading=("learning rate",),
+)  # fmt: skip
+def raw_codes_loaded(folder: Path) -> None:
+    model = Model(nn.Linear)
+    weight: Any = model.blocks[1].gate.weight
+    with torch.no_grad():
+        weight.copy_(quantized(weight, scales_of(weight, (128, 128), 448.0), (128, 128)).float())
+    train(fp8debug.convert(model, "blockwise", overrides={"head": None}), folder / "sick")
+
+
+@situation(
+    1, "vllm-project/vllm#45835", "the scale of a weight is never loaded: NaN in its buffer", "wrong",
+    modules=DOWN, tensors=("weight",), words=("scale",), misleading=("eps",),
+)  # fmt: skip
+def scale_never_loaded(folder: Path) -> None:
+    fault = altered("fprop", "weight")(lambda x, data, scales: (data, torch.full_like(scales, float("nan"))))
+    train(with_fault(fault), folder / "sick", steps=6, every=1)
+
+
+@situation(
+    2, "NVIDIA-NeMo/Megatron-Bridge#4082",
+    "FP32 master weights are not loaded with the checkpoint: the first optimizer step writes the random initialization back",
+    first="incomplete", quiet=True, words=("weight",),
+)  # fmt: skip
+def stale_masters(folder: Path) -> None:
+    model = fp8debug.convert(Model(nn.Linear), "blockwise", overrides={"head": None})
+    masters = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(60):  # what the checkpoint holds
+        tokens, classes = batch(step)
+        cross_entropy(model(tokens), classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    small = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def overwrite(step: int) -> None:
+        if step == 1:
+            with torch.no_grad():
+                for p, master in zip(model.parameters(), masters, strict=True):
+                    p.copy_(master)
+
+    train(model, folder / "sick", optimizer=small, before=overwrite, steps=30)
+
+
+@situation(
+    5, "modelscope/mcore-bridge#125",
+    "loading quantized weights fills the copy of fprop alone: dgrad reads a transposed copy of zeros",
+    first="right", gemms=("dgrad",), tensors=("weight",), codes=("F112", "F121", "F128"), words=("zero",),
+    misleading=("smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def transposed_copy_of_zeros(folder: Path) -> None:
+    @altered("dgrad", "weight")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        return torch.zeros_like(data.view(torch.uint8)).view(E4M3), torch.ones_like(scales)
+
+    train(Model(fault), folder / "sick")
+    train(Model(), folder / "clean")
+
+
+@situation(
+    7, "NVIDIA/Megatron-LM#6920",
+    "after a checkpoint is loaded the ranks' parameters are not gathered: until the next step most of the model is its start",
+    first="silent", codes=("F125", "F144", "F150"), words=("resume", "checkpoint", "loaded"),
+    misleading=("smooth", "eps", "learning rate", "scale_rounding"),
+)  # fmt: skip
+def not_gathered_after_loading(folder: Path) -> None:
+    class Masters:
+        """Adam over FP32 copies, which are written to the parameters after each step."""
+
+        def __init__(self, model: nn.Module) -> None:
+            self.parameters = list(model.parameters())
+            self.copies = [p.detach().float().clone() for p in self.parameters]
+            self.inner = torch.optim.AdamW(self.copies, lr=2e-3)
+
+        def step(self) -> None:
+            for copy, p in zip(self.copies, self.parameters, strict=True):
+                copy.grad = p.grad.float()  # type: ignore[union-attr]  # after a backward pass
+            self.inner.step()
+            with torch.no_grad():
+                for copy, p in zip(self.copies, self.parameters, strict=True):
+                    p.copy_(copy)
+
+        def zero_grad(self) -> None:
+            for p in self.parameters:
+                p.grad = None
+
+    model = Model()
+    optimizer: Any = Masters(model)
+    train(model, folder / "sick", steps=24, every=2, optimizer=optimizer)
+    saved = [copy.clone() for copy in optimizer.copies]
+    again = Model()
+    other: Any = Masters(again)
+    with torch.no_grad():
+        for copy, old in zip(other.copies, saved, strict=True):
+            copy.copy_(old)
+        for name, p in again.named_parameters():
+            if name.startswith(("embed", "blocks.0")):  # what this rank owns
+                p.copy_(model.get_parameter(name))
+    train(again, folder / "sick", steps=24, every=2, optimizer=other, resume_from=24)
+
+
+@situation(
+    8, "verl-project/verl#7224",
+    "after a refit the scales of a rollout's weight stay zero, as the loader wrote them into an older tensor",
+    first="right", modules=DOWN, gemms=("fprop",), tensors=("weight",), codes=("F103", "F113", "F121", "F128"),
+    words=("scale",), misleading=("smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def scales_are_zero_after_a_refit(folder: Path) -> None:
+    class Fault(BlockLinear):
+        has_refit = False
+
+        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+            data, scales = super().cast(gemm, tensor, x)
+            return data, scales * 0 if self.has_refit and tensor == "weight" else scales
+
+    model = with_fault(Fault)
+    with torch.no_grad(), fp8debug.watch(model, folder / "sick", inference=True) as watch:
+        for number in range(12):
+            Fault.has_refit = number >= 6
+            model(batch(number)[0])
+            watch.step()
+
+
+@situation(
+    8, "NVIDIA/Megatron-LM#6666",
+    "on a reload the parameters are made of the FP8 values in the checkpoint, not of the masters: rounded before they are cast",
+    first="silent", tensors=("weight",), codes=("F137", "F150"), words=("round", "grid"),
+    misleading=("smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def rounded_by_a_reload(folder: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train(model, folder / "sick", steps=24, every=2, optimizer=optimizer)
+    masters: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, BlockLinear):
+                masters.append((module.weight, module.weight.clone()))
+                module.weight.copy_(values(module.cast("fprop", "weight", module.weight)))
+
+    def after_backward(step: int, micro: int) -> None:
+        with torch.no_grad():
+            for weight, master in masters:  # the optimizer steps with its masters
+                weight.copy_(master)
+        masters.clear()
+
+    train(model, folder / "sick", steps=24, every=2, optimizer=optimizer, resume_from=24, after_backward=after_backward)

@@ -1,0 +1,389 @@
+"""Gradients that are lost, summed twice, summed in BF16, or scaled wrong on their way to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fp8debug
+from tests.bench.situations import situation
+from tests.bench.situations.stack import (
+    DOWN,
+    UP,
+    VOCABULARY,
+    BlockLinear,
+    Cast,
+    InInputType,
+    Model,
+    batch,
+    cross_entropy,
+    train,
+    with_fault,
+)
+
+
+@situation(
+    1, "AMD-AGI/Primus#1046", "the gradients of one microbatch alone reach weight.grad", "wrong",
+    gemms=("wgrad",), tensors=("grad_weight",), words=("sum",), misleading=("fp32", "bf16"),
+)  # fmt: skip
+def one_microbatch_accumulates(folder: Path) -> None:
+    def record(path: Path, *, sick: bool) -> None:
+        model = Model()
+        kept: dict[str, Tensor] = {}
+
+        def drop(step: int, number: int) -> None:
+            for name, p in model.named_parameters():
+                if sick and p.grad is not None:
+                    if number:
+                        p.grad.copy_(kept[name])
+                    else:
+                        kept[name] = p.grad.clone()
+
+        train(model, path, micro=4, steps=12, after_backward=drop)
+
+    record(folder / "sick", sick=True)
+    record(folder / "clean", sick=False)
+
+
+@situation(
+    1, "verl-project/verl#6609", "an auxiliary loss is summed, not averaged: its gradient outweighs the main one", "right",
+    quiet=True,
+)  # fmt: skip
+def auxiliary_loss_too_large(folder: Path) -> None:
+    class WithLoss(Model):
+        def forward(self, tokens: Tensor) -> Any:
+            out = super().forward(tokens)
+            return out, out.float().logsumexp(-1).square().sum() * 30.0
+
+    def loss_of(out: Any, classes: Tensor) -> Tensor:
+        loss: Tensor = cross_entropy(out[0], classes) + out[1] - out[1].detach()
+        return loss
+
+    model = WithLoss()
+    train(model, folder / "sick", loss_of=loss_of, steps=40, optimizer=torch.optim.SGD(model.parameters(), lr=3e-3))
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return functional.cross_entropy(logits.float(), classes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return torch.zeros_like(logits), None
+
+
+@situation(
+    2, "NVIDIA/Megatron-LM#1750",
+    "the fused cross entropy writes zeros over its gradient: grad_norm 0, nothing is learned, nothing is NaN",
+    first="silent", quiet=True, words=("gradient", "grad_output"),
+)  # fmt: skip
+def no_gradient(folder: Path) -> None:
+    def loss_of(out: Any, classes: Tensor) -> Tensor:
+        loss: Tensor = _NoGradient.apply(out, classes)
+        return loss
+
+    train(Model(), folder / "sick", loss_of=loss_of)
+    train(Model(), folder / "clean")
+
+
+@situation(
+    2, "NVIDIA/Megatron-LM#6660",
+    "the gradient buffer is added to itself with every microbatch: gradients grow as 2^N",
+    first="silent", tensors=("grad_weight",), gemms=("wgrad",), words=("sum", "accumul"), misleading=("eps", "smooth"),
+)  # fmt: skip
+def doubled_gradients(folder: Path) -> None:
+    def record(path: Path, *, sick: bool) -> None:
+        model = Model()
+
+        def double(step: int, number: int) -> None:
+            if sick and number < 3:
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.mul_(2)
+
+        train(model, path, micro=4, steps=12, after_backward=double)
+
+    record(folder / "sick", sick=True)
+    record(folder / "clean", sick=False)
+
+
+@situation(
+    3, "NVIDIA/TransformerEngine#2769",
+    "the fused backward writes the weight gradient into a scratch buffer, and main_grad is never updated",
+    first="silent", modules=DOWN, codes=("F134", "F143", "F128", "F149"), words=("gradient",),
+    misleading=("eps", "smooth", "scale"),
+)  # fmt: skip
+def gradient_in_a_scratch_buffer(folder: Path) -> None:
+    model = Model()
+
+    def lose(step: int, number: int) -> None:
+        weight = model.get_parameter("blocks.1.down.weight")
+        assert weight.grad is not None
+        weight.grad.zero_()
+
+    train(model, folder / "sick", after_backward=lose, micro=2)
+    train(Model(), folder / "clean", micro=2)
+
+
+@situation(
+    4, "deepspeedai/DeepSpeed#7839",
+    "gradients are not emptied after a step: each step gets the sum of all steps before it",
+    first="silent", codes=("F134", "F149"), words=("gradient",), misleading=("eps", "smooth", "scale_rounding"),
+)  # fmt: skip
+def gradients_never_emptied(folder: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    vars(optimizer)["zero_grad"] = lambda set_to_none=True: None
+    train(model, folder / "sick", optimizer=optimizer)
+    train(Model(), folder / "clean")
+
+
+@situation(
+    5, "deepspeedai/DeepSpeed#8588",
+    "gradients are divided by the loss scale that has just grown, not by the one of their backward pass: half of them is lost",
+    first="silent", codes=("F126", "F134", "F149"), words=("gradient",), misleading=("eps", "smooth", "bf16"),
+)  # fmt: skip
+def halved_when_the_scale_grows(folder: Path) -> None:
+    model, scale = Model(), 4.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with fp8debug.watch(model, folder / "sick", every=1) as watch:
+        for step in range(32):
+            tokens, classes = batch(step)
+            loss = cross_entropy(model(tokens), classes)
+            (loss * scale).backward()
+            scale *= 2.0 if step % 4 == 3 else 1.0
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.div_(scale)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss, loss_scale=scale)
+
+
+@situation(
+    5, "deepspeedai/DeepSpeed#1800",
+    "gradients of many microbatches are accumulated in BF16",
+    first="silent", gemms=("wgrad",), tensors=("grad_weight",), codes=("F123",), words=("bf16",),
+    misleading=("eps", "smooth", "scale"),
+)  # fmt: skip
+def accumulated_in_bf16(folder: Path) -> None:
+    train(Model(InInputType).bfloat16(), folder / "sick", steps=4, every=1, micro=32, lr=1e-3)
+
+
+@situation(
+    5, "unslothai/unsloth-zoo#1261",
+    "the clipping factor is cast to FP16 before it is used: it rounds to zero, and so do the gradients of FP16 weights",
+    first="right", codes=("F134", "F143", "F149"), words=("gradient",), misleading=("eps", "smooth", "scale_rounding"),
+)  # fmt: skip
+def clipping_factor_rounds_to_zero(folder: Path) -> None:
+    model = Model()
+    narrow = [p for module in model.modules() if isinstance(module, BlockLinear) for p in module.parameters()]
+
+    def clip(step: int, number: int) -> None:
+        given = [p.grad for p in model.parameters() if p.grad is not None]
+        factor = 1.0 / torch.stack([g.norm() for g in given]).norm()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(factor.half().float() if any(p is one for one in narrow) else factor)
+
+    train(model, folder / "sick", after_backward=clip, loss_of=lambda out, classes: cross_entropy(out, classes) * 2.0**32)
+
+
+@situation(
+    6, "NVIDIA/TransformerEngine#3437",
+    "two modules share a weight, and delayed wgrads set its gradient in place of adding to it: one use alone counts",
+    first="silent", codes=("F134", "F149"), words=("gradient",), misleading=("eps", "smooth", "scale"),
+)  # fmt: skip
+def tied_weights_do_not_accumulate(folder: Path) -> None:
+    def tied() -> Model:
+        model = Model()
+        model.blocks[1].down.weight = model.blocks[0].down.weight
+        return model
+
+    class Fault(BlockLinear):
+        """Keeps the weight gradient back until the end of the backward pass, and sets it then."""
+
+        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+            out = super().product(gemm, a, b, shape)
+            if gemm == "wgrad":
+                self.late = out.float()
+            return out
+
+    model = tied()
+    for block in model.blocks:
+        block.down.__class__ = Fault
+
+    def backward_dw(step: int, number: int) -> None:
+        for block in reversed(model.blocks):
+            block.down.weight.grad = block.down.late
+
+    train(model, folder / "sick", after_backward=backward_dw)
+    train(tied(), folder / "clean")
+
+
+@situation(
+    8, "NVIDIA/Megatron-LM#5487",
+    "after an evaluation the gradient buffer still holds the BF16 weights that were gathered in it: gradients are added to them",
+    first="silent", codes=("F127", "F134", "F149"), words=("gradient",), misleading=("smooth", "eps", "scale_rounding"),
+)  # fmt: skip
+def gradients_on_top_of_weights(folder: Path) -> None:
+    model = Model()
+
+    def before(step: int) -> None:
+        if step == 12:
+            for p in model.parameters():
+                p.grad = p.detach().bfloat16().float()
+
+    train(model, folder / "sick", before=before)
+
+
+class _WithoutWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: BlockLinear) -> Tensor:
+        ctx.layer, ctx.shape = layer, x.shape
+        ctx.save_for_backward(weight)
+        first, second = layer.cast("fprop", "input", x), layer.cast("fprop", "weight", weight)
+        return layer.product("fprop", first, second, (len(x), len(weight)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,), layer = ctx.saved_tensors, ctx.layer
+        first, second = layer.cast("dgrad", "grad_output", grad), layer.cast("dgrad", "weight", weight.t())
+        return layer.product("dgrad", first, second, ctx.shape), None, None
+
+
+@situation(
+    8, "NVIDIA/TransformerEngine#3234",
+    "a Linear whose weight is one of a group computes no weight gradient: weight.grad stays None, and the weight where it began",
+    first="silent", modules=UP, codes=("F135", "F143", "F149"), words=("gradient",),
+    misleading=("smooth", "eps", "scale_rounding", "master"),
+)  # fmt: skip
+def no_weight_gradient(folder: Path) -> None:
+    class Fault(BlockLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = _WithoutWgrad.apply(x.reshape(-1, x.shape[-1]), self.weight, self)
+            return out.reshape(*x.shape[:-1], -1)
+
+    train(with_fault(Fault, *UP), folder / "sick")
+
+
+class _Fused(BlockLinear):
+    """A Linear whose wgrad goes to ``main_grad``; autograd gets a placeholder from a buffer that all share."""
+
+    placeholder = torch.zeros(0)
+
+    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+        out = super().product(gemm, a, b, shape)
+        if gemm != "wgrad":
+            return out
+        main: Tensor = self.__dict__.setdefault("main_grad", torch.zeros(tuple(shape)))
+        main += out
+        return type(self).placeholder[: out.numel()].reshape(out.shape)
+
+
+@situation(
+    9, "NVIDIA/Megatron-LM#6565",
+    "a shared placeholder that is not zeroed is added to the gradient which the fused wgrad has accumulated already",
+    first="silent", codes=("F134", "F149"), tensors=("grad_weight",), words=("gradient",),
+    misleading=("smooth", "eps", "scale_rounding", "bf16"),
+)  # fmt: skip
+def stale_placeholder(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(_Fused)
+        layers = [module for module in model.modules() if isinstance(module, _Fused)]
+        random = torch.Generator().manual_seed(1)
+        _Fused.placeholder = torch.randn(128 * 384, generator=random) * 1e-3 * (name == "sick")
+
+        def add(step: int, micro: int, layers: Sequence[_Fused] = layers) -> None:
+            for layer in layers:  # what data parallelism's hook does for weights with zero_out_wgrad
+                assert layer.weight.grad is not None
+                layer.weight.grad = layer.weight.grad + layer.__dict__.pop("main_grad")
+
+        train(model, folder / name, after_backward=add)
+
+
+class _ChunkedHead(nn.Module):
+    """Norm, and a head that computes loss and gradients in chunks of tokens, its weight's gradient summed in one dtype."""
+
+    def __init__(self, model: Model, chunks: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.chunks, self.dtype = model, chunks, dtype
+        model.head = BlockLinear(128, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the features before the head ``[tokens, width]``."""
+        model, x = self.body, self.body.embed(tokens)
+        for block in model.blocks:
+            x = block(x)
+        out: Tensor = model.norm(x)
+        return out
+
+    def loss(self, features: Tensor, classes: Tensor) -> Tensor:
+        """Return the mean loss, with the gradients of head and features taken chunk by chunk."""
+        head, total = self.body.head, features.new_zeros(())
+        parts: list[Tensor] = []
+        summed = torch.zeros_like(head.weight, dtype=self.dtype)
+        for x, target in zip(features.detach().chunk(self.chunks), classes.chunk(self.chunks), strict=True):
+            x.requires_grad_()
+            loss = functional.cross_entropy(head(x).float(), target, reduction="sum") / len(classes)
+            into_x, into_weight = torch.autograd.grad(loss, (x, head.weight))
+            summed += into_weight.to(self.dtype)
+            total += loss.detach()
+            parts.append(into_x)
+        head.weight.grad = summed.float()
+        surrogate = (features * torch.cat(parts)).sum()
+        return surrogate - surrogate.detach() + total
+
+
+@situation(
+    9, "linkedin/Liger-Kernel#1391",
+    "the gradient of the head is accumulated over chunks of tokens in BF16: rounded after each of them",
+    first="silent", modules=("body.head",), gemms=("wgrad",), tensors=("grad_weight",), codes=("F123",),
+    words=("bf16", "fp32"), misleading=("eps", "smooth", "scale layout"),
+)  # fmt: skip
+def chunks_accumulated_in_bf16(folder: Path) -> None:
+    for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
+        model = _ChunkedHead(Model(), 32, dtype)
+        train(model, folder / name, steps=6, every=1, loss_of=model.loss)
+
+
+class _Twice(nn.Module):
+    """A gated MLP whose square Linear is applied twice."""
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.mix = linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mix(self.inner(functional.silu(self.mix(self.norm(x))).to(x.dtype)))
+        return out
+
+
+@situation(
+    10, "pytorch/pytorch#180952",
+    "a pipeline that splits the weight gradient off counts one of two uses of a shared weight twice",
+    first="silent", modules=("blocks.0.mix", "blocks.1.mix"), codes=("F134", "F149"), words=("gradient",),
+    misleading=("smooth", "eps", "scale_rounding", "bf16"),
+)  # fmt: skip
+def one_use_counted_twice(folder: Path) -> None:
+    class Fault(BlockLinear):
+        num = 0
+
+        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+            out = super().product(gemm, a, b, shape)
+            if gemm == "wgrad":
+                self.num += 1
+                return out * 2 if self.num % 2 == 0 else out
+            return out
+
+    train(Model(Fault, block=_Twice), folder / "sick")
+    train(Model(block=_Twice), folder / "clean")

@@ -1,0 +1,176 @@
+"""Updates and master weights: rounded away, never applied, made of the wrong buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.bench.situations import situation
+from tests.bench.situations.stack import (
+    E4M3,
+    BlockLinear,
+    Cast,
+    InInputType,
+    Model,
+    train,
+    values,
+)
+
+
+@situation(
+    1, "NVIDIA-NeMo/Automodel#3444", "weights in BF16 without FP32 masters: small updates are rounded away", "wrong",
+    words=("update", "master"), misleading=("amax_eps",),
+)  # fmt: skip
+def updates_rounded_away(folder: Path) -> None:
+    train(Model(InInputType).bfloat16(), folder / "sick", lr=6e-6)
+    train(Model(InInputType), folder / "clean", lr=6e-6)
+
+
+@situation(
+    1, "pytorch/torchtitan#742", "the optimizer's second moment in FP8 with one scale: updates explode", "wrong",
+    quiet=True,
+)  # fmt: skip
+def moments_in_fp8(folder: Path) -> None:
+    class Adam(torch.optim.Optimizer):
+        def __init__(self, parameters: Any, *, low: bool) -> None:
+            super().__init__(parameters, {"lr": 2e-3})
+            self.low = low
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                m, v = state.get("m", torch.zeros_like(p)), state.get("v", torch.zeros_like(p))
+                m, v = 0.9 * m + 0.1 * p.grad, 0.95 * v + 0.05 * p.grad**2
+                if self.low:
+                    scale = v.abs().max().clamp(min=1e-30) / 448
+                    v = (v / scale).to(E4M3).to(p.dtype) * scale
+                state["m"], state["v"] = m, v
+                p -= self.param_groups[0]["lr"] * m / (v.sqrt() + 1e-8)
+
+    for name, low in (("sick", True), ("clean", False)):
+        model = Model()
+        train(model, folder / name, every=2, steps=32, optimizer=Adam(model.parameters(), low=low))
+
+
+@situation(
+    5, "Azure/MS-AMP#112",
+    "the optimizer leaves weights that are kept as scaled tensors as they are",
+    first="silent", codes=("F135", "F149"), words=("move", "stand", "update"),
+    misleading=("eps", "smooth", "master", "stochastic", "bf16"),
+)  # fmt: skip
+def weights_left_as_they_are(folder: Path) -> None:
+    class LeavesOut(torch.optim.Optimizer):
+        """Sign descent with momentum, which writes the update of a scaled tensor into a copy."""
+
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+            for group in self.param_groups:
+                for p in group["params"]:
+                    moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                    moment.lerp_(p.grad, 0.1)
+                    target = p.clone() if any(p is one for one in scaled) else p
+                    target.sub_(group["lr"] * moment.sign())
+
+    model = Model()
+    scaled = [p for module in model.modules() if isinstance(module, BlockLinear) for p in module.parameters()]
+    train(model, folder / "sick", optimizer=LeavesOut(model.parameters(), lr=2e-3))
+    train(Model(), folder / "clean")
+
+
+@situation(
+    6, "NVIDIA/Megatron-LM#5707",
+    "FP8 parameters of an optimizer without parameter buffers: its updates reach the masters, never the forward pass",
+    first="right", tensors=("weight",), codes=("F112", "F121", "F135", "F149"),
+    words=("refresh", "update", "cached", "older", "as it is now"), misleading=("smooth", "eps", "learning rate"),
+)  # fmt: skip
+def updates_never_reach_the_forward(folder: Path) -> None:
+    class Fault(BlockLinear):
+        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+            if tensor != "weight":
+                return super().cast(gemm, tensor, x)
+            kept: dict[str, Cast] = self.__dict__.setdefault("kept", {})
+            if gemm not in kept:
+                kept[gemm] = super().cast(gemm, tensor, x)
+            return kept[gemm]
+
+    train(Model(Fault), folder / "sick")
+    train(Model(), folder / "clean")
+
+
+@situation(
+    6, "Nerogar/OneTrainer#996",
+    "weight decay is applied to BF16 weights apart from the update, where it rounds to nothing",
+    first="silent", codes=("F135",), words=("decay", "round"), misleading=("eps", "smooth", "scale_rounding"),
+)  # fmt: skip
+def weight_decay_rounds_to_nothing(folder: Path) -> None:
+    class Decoupled(torch.optim.AdamW):
+        """AdamW whose update is rounded at random into BF16, and whose decay is a multiplication of its own."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    state["step"] += 1
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    first, second = state["exp_avg"], state["exp_avg_sq"]
+                    first.lerp_(p.grad, 0.1)
+                    second.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+                    t = float(state["step"])
+                    size = (second.float() / (1 - 0.999**t)).sqrt() + 1e-8
+                    exact = p.float() - group["lr"] * first.float() / (1 - 0.9**t) / size
+                    noise = torch.randint(2**16, p.shape, dtype=torch.int32)
+                    p.copy_((exact.view(torch.int32) + noise).bitwise_and(-(2**16)).view(torch.float32))
+
+    model = Model(InInputType).bfloat16()
+    train(model, folder / "sick", optimizer=Decoupled(model.parameters(), lr=1e-3, weight_decay=0.1))
+
+
+@situation(
+    7, "NVIDIA/Megatron-LM#2272",
+    "FP8 parameters are made from a buffer that the gradients share: from the second step on the weights are gradients",
+    first="incomplete", gemms=("fprop",), tensors=("weight",), codes=("F112", "F119", "F121", "F128"),
+    words=("another tensor", "older", "not the weight"), misleading=("smooth", "eps", "learning rate"),
+)  # fmt: skip
+def weights_from_the_gradient_buffer(folder: Path) -> None:
+    class Fault(BlockLinear):
+        buffer: Tensor | None = None
+
+        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+            if tensor == "weight" and self.buffer is not None:
+                x = self.buffer.t() if gemm == "dgrad" else self.buffer
+            return super().cast(gemm, tensor, x)
+
+    model = Model(Fault)
+
+    def share(step: int, number: int) -> None:
+        for layer in model.modules():
+            if isinstance(layer, Fault):
+                layer.buffer = layer.weight.grad.clone()  # type: ignore[union-attr]  # after a backward pass
+
+    train(model, folder / "sick", after_backward=share)
+
+
+@situation(
+    9, "NVIDIA/TransformerEngine#1121",
+    "a model that is made with FP8 parameters: its masters begin as the FP8 values, not as the initialization",
+    first="silent", tensors=("weight",), codes=("F111", "F137", "F150"), words=("grid", "fp8 values"),
+    misleading=("smooth", "eps", "optimizer", "learning rate", "enable", "turn on"),
+)  # fmt: skip
+def masters_of_fp8_values(folder: Path) -> None:
+    model = Model()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, BlockLinear):
+                module.weight.copy_(values(module.cast("fprop", "weight", module.weight)))
+    train(model, folder / "sick")
+    train(Model(), folder / "clean")

@@ -1,0 +1,107 @@
+"""Inference engines that compute other than the training does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.bench.situations import situation
+from tests.bench.situations.stack import (
+    Model,
+    rollouts,
+)
+
+
+@situation(
+    1, "PrimeIntellect-ai/prime-rl#2438", "the rollout engine caches one weight, which later updates leave behind", "wrong",
+    codes=("F122",), modules=("head",), words=("weight",),
+)  # fmt: skip
+def stale_head_in_rollout(folder: Path) -> None:
+    first = Model(nn.Linear).head.weight.detach()
+    rollouts(folder / "sick", lambda engine: engine.head.weight.copy_(first), steps=32)
+
+
+@situation(
+    2, "HYGON-AI/sglang-das#120",
+    "the FP8 path of the rollout engine returns before the bias is added",
+    first="incomplete", codes=("F122",), modules=("blocks.0.gate",), words=("bias",),
+)  # fmt: skip
+def bias_dropped(folder: Path) -> None:
+    def drop(engine: Model) -> None:
+        gate: Any = engine.blocks[0].gate
+        gate.bias = None
+
+    rollouts(folder / "sick", drop, bias=True)
+    rollouts(folder / "clean", lambda engine: None, bias=True)
+
+
+@situation(
+    2, "huggingface/trl#5312",
+    "the sleep mode of the rollout engine restores old weights: no module is synchronized",
+    first="right", codes=("F122",), words=("synchron",), misleading=("scale",),
+)  # fmt: skip
+def nothing_synchronized(folder: Path) -> None:
+    kept: list[dict[str, Tensor]] = []
+
+    def restore(engine: Any) -> None:
+        if not kept:
+            kept.append({k: v.clone() for k, v in engine.state_dict().items()})
+        engine.load_state_dict(kept[0])
+
+    rollouts(folder / "sick", restore)
+
+
+@situation(
+    2, "modular/modular#6600",
+    "the checkpoint's global scale is a divisor and is multiplied by: every weight of the engine is off by one factor",
+    first="misled", codes=("F122",), words=("times", "factor"), misleading=("synchron",),
+)  # fmt: skip
+def reciprocal_scale(folder: Path) -> None:
+    def scale(engine: Any) -> None:
+        for block in engine.blocks:
+            for linear in (block.gate, block.up, block.down):
+                linear.weight.mul_(6.0)
+
+    rollouts(folder / "sick", scale)
+
+
+class _Routed(nn.Module):
+    """Top-1 experts: the router is in high precision."""
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.router = nn.RMSNorm(width), nn.Linear(width, 4, bias=False)
+        self.experts = nn.ModuleList(linear(width, width, bias=bias) for _ in range(4))
+        self.jitter = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        h = self.norm(x)
+        logits = self.router(h)
+        chosen = (logits + self.jitter * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))).argmax(-1)
+        parts = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = chosen == number
+            if rows.any():
+                parts = parts.index_put((rows.nonzero()[:, 0],), expert(h[rows]).to(x.dtype))
+        out: Tensor = x + parts * logits.softmax(-1).gather(1, chosen[:, None])
+        return out
+
+
+@situation(
+    2, "NVIDIA-NeMo/Automodel#2797",
+    "router logits of training and rollout differ by rounding: top-k flips, and tokens pass through other experts",
+    first="silent", codes=("F122",), modules=(*(f"blocks.0.experts.{i}" for i in range(4)), "blocks.0.router"),
+    words=("rout",), misleading=("synchron",),
+)  # fmt: skip
+def routing_differs(folder: Path) -> None:
+    def jitter(engine: Any) -> None:
+        for block in engine.blocks:
+            block.jitter = 1.0
+
+    rollouts(folder / "sick", jitter, block=_Routed)
+    rollouts(folder / "clean", lambda engine: None, block=_Routed)
