@@ -26,6 +26,7 @@ from fp8debug.types import Gemm, Quantized
 if TYPE_CHECKING:
     from fp8debug.kernels.gpu.describe.value_counts import ValueCounts
     from fp8debug.kernels.gpu.gemm.gemm import PreparedGemm
+    from fp8debug.kernels.gpu.linear_plans import BackwardPlan, FpropPlan
     from fp8debug.kernels.gpu.quantize.fast_plan import FastPlan
     from fp8debug.kernels.gpu.quantize.tile_plan import TilePlan
     from fp8debug.kernels.gpu.quantize.tiling import Statistics
@@ -170,6 +171,24 @@ class Backend(Protocol):
 
     def prepare(self, which: Gemm, first: QuantizedOperand, second: QuantizedOperand, dtype: torch.dtype, backend: str) -> None:
         """Keep the way in which operands like these are multiplied."""
+        ...
+
+    def fprop_plan_of(
+        self, recipe: str, casts: tuple[Cast, Cast], x: Quantized, weight: Tensor, dtype: torch.dtype
+    ) -> FpropPlan | None:
+        """Return how fprop of a compiled Fp8Linear runs, from a quantized input."""
+        ...
+
+    def backward_plan_of(
+        self,
+        recipe: str,
+        casts: tuple[tuple[Cast, Cast], tuple[Cast, Cast]],
+        grad_output: Tensor,
+        weight: Tensor,
+        x: Quantized,
+        dtype: torch.dtype,
+    ) -> BackwardPlan | None:
+        """Return how its dgrad and wgrad run."""
         ...
 
     def fastest(

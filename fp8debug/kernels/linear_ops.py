@@ -27,11 +27,11 @@ from torch import Tensor
 from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, block_shape
 from fp8debug.kernels.amax_history import AmaxHistory, Use
-from fp8debug.kernels.backend import gpu
+from fp8debug.kernels.backend import gpu, why_no_kernels
 from fp8debug.kernels.dispatch import CastWithSlots, Operand, finite_amax, gemm, quantize, quantize_pair, quantizes_on_gpu
 from fp8debug.kernels.torch_state import untraced
 from fp8debug.recipes import HIGH_PRECISION, Cast
-from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, OPERANDS, Gemm, Quantized, TensorRole
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -42,13 +42,21 @@ _X_FPROP, _W_FPROP = (Gemm.FPROP, TensorRole.INPUT), (Gemm.FPROP, TensorRole.WEI
 _G_DGRAD, _W_DGRAD = (Gemm.DGRAD, TensorRole.GRAD_OUTPUT), (Gemm.DGRAD, TensorRole.WEIGHT)
 _FORWARD = "forward"
 _G_WGRAD, _X_WGRAD = (Gemm.WGRAD, TensorRole.GRAD_OUTPUT), (Gemm.WGRAD, TensorRole.INPUT)
+_BACKWARD = frozenset((Gemm.DGRAD, Gemm.WGRAD))
 
 
 class LinearPlan(NamedTuple):
-    """The casts of six operands, and the GEMMs that sum in the tensor core's short accumulator."""
+    """How an Fp8Linear runs.
+
+    Attributes:
+        casts: of the six operands.
+        fast_accum: GEMMs that sum in the tensor core's short accumulator.
+        scaled: the casts of both operands of each GEMM that promotes its sums, of operands whose scales are their own.
+    """
 
     casts: dict[Key, Cast | None]
     fast_accum: frozenset[Gemm]
+    scaled: dict[Gemm, tuple[Cast, Cast]]
 
 
 class OpRecorder(Protocol):
@@ -117,7 +125,14 @@ def parse_plan(plan: str) -> LinearPlan:
     """Return the plan that ``Recipe.plan`` describes."""
     casts, _, fast = plan.partition(";")
     values = [None if name == HIGH_PRECISION else Cast.parse(name) for name in casts.split("|")]
-    return LinearPlan(dict(zip(OPERAND_SITES, values, strict=True)), frozenset(Gemm(name) for name in fast.split(",") if name))
+    by_site = dict(zip(OPERAND_SITES, values, strict=True))
+    fast_accum = frozenset(Gemm(name) for name in fast.split(",") if name)
+    scaled = {}
+    for which in set(Gemm) - fast_accum:
+        first, second = (by_site[which, role] for role in OPERANDS[which])
+        if first is not None and second is not None and first.scaling == second.scaling == "current":
+            scaled[which] = first, second
+    return LinearPlan(by_site, fast_accum, scaled)
 
 
 def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool, memories: Sequence[Tensor | None] = ()) -> Tensor:
@@ -264,14 +279,19 @@ def _fprop(
     grad_output wait for the backward pass.
     """
     parsed = parse_plan(plan)
-    x_fprop = _operand(x, Quantized(data, scale_inv), parsed.casts[_X_FPROP])
-    x_wgrad = _saved_input(x, x_fprop, data_wgrad, scale_inv_wgrad, parsed) if learns else None
     observer = OBSERVED.active
     recorder = None if observer is None else observer.begin_forward(x, weight, trains=trains)
+    if recorder is None and Gemm.FPROP in parsed.scaled and _has_kernels(weight):
+        q = Quantized(data, scale_inv)
+        planned = gpu().fprop_plan_of(plan, parsed.scaled[Gemm.FPROP], q, weight, x.dtype)
+        if planned is not None:
+            return planned(q, weight)
+    x_fprop = _operand(x, Quantized(data, scale_inv), parsed.casts[_X_FPROP])
     with _without_autocast(x):
         w_fprop = _quantized(recorder, _W_FPROP, weight, parsed, w_given)
         output = _product(Gemm.FPROP, x_fprop, w_fprop, x.dtype, parsed)
         if recorder is not None:
+            x_wgrad = _saved_input(x, x_fprop, data_wgrad, scale_inv_wgrad, parsed) if learns else None
             recorder.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output)
     return output
 
@@ -308,6 +328,11 @@ def _backward(
     parsed = parse_plan(plan)
     observer = OBSERVED.active
     recorder = None if observer is None else observer.begin_backward(grad_output, weight)
+    if recorder is None and wants_input and wants_weight and parsed.scaled.keys() >= _BACKWARD and _has_kernels(weight):
+        q, casts = Quantized(data_wgrad, scale_inv_wgrad), (parsed.scaled[Gemm.DGRAD], parsed.scaled[Gemm.WGRAD])
+        planned = gpu().backward_plan_of(plan, casts, grad_output, weight, q, dtype)
+        if planned is not None:
+            return planned(grad_output, weight, q)
     dgrad: tuple[Operand, Operand, Tensor] | None = None
     wgrad: tuple[Operand, Operand, Tensor] | None = None
     with _without_autocast(grad_output):
@@ -408,6 +433,10 @@ def _save_unchecked(x: Tensor) -> None:
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and why_no_kernels() is None
 
 
 def _nothing(x: Tensor) -> Quantized:

@@ -13,6 +13,7 @@ from fp8debug.kernels.gpu.gemm.gemm import fastest, gemm, prepare, prepared
 from fp8debug.kernels.gpu.gemm.gemm import supports as takes_scales
 from fp8debug.kernels.gpu.gemm.sampled import columns_of, dequantize_lines
 from fp8debug.kernels.gpu.launcher import eager
+from fp8debug.kernels.gpu.linear_plans import backward_plan_of, fprop_plan_of
 from fp8debug.kernels.gpu.low_bit.plan import quantize as quantize_low_bit
 from fp8debug.kernels.gpu.low_bit.plan import supports as takes_low_bit
 from fp8debug.kernels.gpu.quantize.quantize import largest as finite_amax
@@ -27,6 +28,7 @@ from fp8debug.kernels.gpu.step_end import Joiner, StateSender, send_number
 __all__ = [
     "OPERAND",
     "RESULT_SLOTS",
+    "backward_plan_of",
     "columns_of",
     "compare",
     "counts_suffice",
@@ -37,6 +39,7 @@ __all__ = [
     "fastest",
     "finite_amax",
     "flush",
+    "fprop_plan_of",
     "gemm",
     "new_joiner",
     "new_numbers",
