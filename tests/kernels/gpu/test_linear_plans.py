@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.kernels import dispatch, linear_ops, reference
 from fp8debug.kernels.gpu import linear_plans
 from fp8debug.kernels.gpu.gemm import gemm as gemms
-from fp8debug.kernels.gpu.quantize.quantize import quantize
 from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.types import OPERANDS, Gemm, Quantized
 

@@ -12,7 +12,7 @@ from fp8debug.kernels.gpu.launcher import Kernel
 from fp8debug.kernels.gpu.quantize.fast_kernel import fast_kernel
 from fp8debug.kernels.gpu.quantize.statistics import FINISHED
 from fp8debug.kernels.gpu.quantize.tile_cast import FROM_TILE, KIND_ROW, KIND_TILE
-from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_NONE, OUT_ROWS, OUT_TURNED
+from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_NONE, OUT_ROWS
 from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, Job, is_e5m2, is_hopper, kind_of, new_outputs, num_sms
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
 from fp8debug.kernels.gpu.tickets import NUM_TICKETS, tickets
@@ -122,7 +122,7 @@ class FastPlan:
         self._statistics = job.statistics
         self._size = (programs + GROUP) * 32
         e5m2, rounding = is_e5m2(cast), ROUNDINGS[cast.scale_rounding]
-        out = OUT_NONE if not job.out else OUT_TURNED if turned else OUT_ROWS
+        out = OUT_ROWS if job.out else OUT_NONE
         kind = KIND_TILE if tile else KIND_ROW
         spec = kind.value, FROM_TILE.value, e5m2, rounding, out.value, int(job.statistics), 0
         load = common.LOAD_TRANSPOSED if turned else common.LOAD_BF16

@@ -105,8 +105,6 @@ def fast_tiles(
         at = to + (here_row.to(tl.int64) * (R * HALVES) * columns + here_column * 128)
         if kind == KIND_ROW:
             line = inv_out.to(tl.int64) + (here_column.to(tl.int64) * rows + here_row * R + r) * 4
-        elif LOAD == LOAD_TRANSPOSED:
-            line = inv_out + here_column.to(tl.int64) * (num_tiles // tile_columns) + here_row
         else:
             line = inv_out + here_row.to(tl.int64) * tile_columns + here_column
         ends = extremes_in(v)

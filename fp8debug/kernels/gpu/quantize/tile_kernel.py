@@ -51,7 +51,6 @@ from fp8debug.kernels.gpu.quantize.tile_cast import (
 OUT_NONE = tl.constexpr(0)
 OUT_ROWS = tl.constexpr(1)
 OUT_COLUMNS = tl.constexpr(2)  # stored transposed, [columns, rows]
-OUT_TURNED = tl.constexpr(3)  # OUT_ROWS of a transposed tensor, scales of whole tiles as the tensor itself lies
 
 
 @triton.jit
@@ -98,9 +97,9 @@ def store_columns(
 @triton.jit
 def store_scale_inv(
     out, inv, row, quad, tile_row, tile_column, rows, columns, KIND: tl.constexpr, L: tl.constexpr, NATIVE: tl.constexpr,
-    TURNED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """1 x n blocks are stored transposed, ``[column blocks, rows]``, as blockwise GEMMs read them."""
+    """Scales of 1 x n blocks, and of whole tiles whose codes are, are stored transposed, as blockwise GEMMs read them."""
     if KIND == KIND_ROW:
         if NATIVE:
             # An index that Triton cannot see through keeps inv in its layout; else inv is worked out again in another.
@@ -114,7 +113,7 @@ def store_scale_inv(
     elif KIND == KIND_TILE:
         zero = tl.zeros([1, 1, 1, 1, 1], tl.int32)
         at = tile_row.to(tl.int64) * ((columns + 127) // 128) + tile_column
-        if TURNED:
+        if COLUMNS:
             at = tile_column.to(tl.int64) * ((rows + 127) // 128) + tile_row
         tl.store(out + at + zero, inv)
     elif KIND == KIND_ROWS:
@@ -195,12 +194,12 @@ def cast_tile(
     scale, inv, lifted = scales(amax, memory, eps, margin, source, SPEC)
     s0, s1, s2, s3 = spread4(scale, kind)
     word = codes(x0, x1, x2, x3, s0, s1, s2, s3, SPEC[2], NATIVE, SAFE)
-    if SPEC[4] == OUT_ROWS or SPEC[4] == OUT_TURNED:
+    if SPEC[4] == OUT_ROWS:
         store_rows(data, word, row, quad, rows, columns, columns // 4, WORDS, EVEN)
     elif SPEC[4] == OUT_COLUMNS:
         store_columns(data, word, row, quad, tile_row, tile_column, rows, columns, rows // 4, J, H, R, L, WORDS)
     if SPEC[4] != OUT_NONE or kind >= KIND_TENSOR:
-        store_scale_inv(inv_out, inv, row, quad, tile_row, tile_column, rows, columns, kind, L, NATIVE, SPEC[4] == OUT_TURNED)
+        store_scale_inv(inv_out, inv, row, quad, tile_row, tile_column, rows, columns, kind, L, NATIVE, SPEC[4] == OUT_COLUMNS)
     if SPEC[5]:
         v0, v1, v2, v3 = spread4(inv, kind)
         acc = add_tile(acc, x0, x1, x2, x3, word, v0, v1, v2, v3, amax, amin, inv, lifted, SPEC, NATIVE, SAFE)

@@ -244,7 +244,8 @@ def scale_memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
 def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     """Return (data, scale_inv) to be written: shaped as the tensor and its grid of blocks, laid out as ``out`` says.
 
-    The data of "columns" is stored transposed, ``[columns, rows]``, and the scale_inv of 1 x n blocks ``[blocks, rows]``.
+    The data of "columns" are stored transposed, ``[columns, rows]``, and the scale_inv of their square blocks likewise; the
+    scale_inv of 1 x n blocks is stored ``[blocks, rows]`` either way. So GEMMs read them as they lie.
     """
     columns = x.shape[-1] if x.dim() else 1
     rows = x.numel() // max(columns, 1)
@@ -256,7 +257,7 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
         data = data if x.dim() == 2 else data.view(x.shape) if x.dim() < 2 else data.view(*x.shape[:-1], columns)
     else:
         data = x.new_empty(x.shape, dtype=dtype)
-    if block[0] == 1 and columns > block[1]:
+    if (block[0] == 1 and columns > block[1]) or (out == "columns" and cast.granularity == "128x128"):
         return data, x.new_empty(grid[::-1], dtype=torch.float32).t()
     return data, x.new_empty(grid, dtype=torch.float32)
 

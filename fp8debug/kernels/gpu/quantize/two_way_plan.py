@@ -10,7 +10,7 @@ from fp8debug.kernels.gpu.ptx_exchange import SHARED
 from fp8debug.kernels.gpu.quantize.fast_plan import GROUP, MAX_PROGRAMS, MAX_TILES, forms_of, is_fast, new_made
 from fp8debug.kernels.gpu.quantize.statistics import FINISHED
 from fp8debug.kernels.gpu.quantize.tile_cast import FROM_TILE, KIND_ROW
-from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_ROWS, OUT_TURNED
+from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_ROWS
 from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, Job, is_e5m2, new_outputs, num_sms
 from fp8debug.kernels.gpu.quantize.two_way_kernel import two_way_kernel
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
@@ -88,9 +88,9 @@ class TwoWayPlan:
         self._statistics = statistics = jobs[0].statistics
         self._size = (programs + GROUP) * 32
         specs = [
-            (KIND_ROW.value, FROM_TILE.value, is_e5m2(job.cast), ROUNDINGS[job.cast.scale_rounding], out.value,
+            (KIND_ROW.value, FROM_TILE.value, is_e5m2(job.cast), ROUNDINGS[job.cast.scale_rounding], OUT_ROWS.value,
              int(statistics), 0)
-            for job, out in zip(jobs, (OUT_ROWS, OUT_TURNED), strict=True)
+            for job in jobs
         ]  # fmt: skip
         f32, f64, i32, i64 = torch.float32, torch.float64, torch.int32, torch.int64
         outputs = [kind for data, _ in made for kind in (data.dtype, f32, None)]

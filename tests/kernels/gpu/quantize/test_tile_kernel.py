@@ -214,6 +214,19 @@ def test_fake_matches_real() -> None:
         torch.library.opcheck(operator, (x, casts, scales, histogram), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(256, 384), (260, 300), (132, 128), (128, 260)], ids=str)
+def test_scales_of_square_blocks_lie_as_the_gemm_reads_them(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Transposed where the data are, and the same values; at once and by a plan."""
+    x, cast = sample("outliers", shape, dtype), Cast(granularity="128x128")
+    wanted = reference.quantize(x.cpu(), cast).scale_inv
+    for _ in range(2):
+        for layout in ("rows", "columns"):
+            scale_inv = quantize(x, cast, layout=layout)[0].scale_inv
+            assert torch.equal(scale_inv.cpu(), wanted)
+            assert (scale_inv.t() if layout == "columns" else scale_inv).is_contiguous()
+
+
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize(
     ("granularity", "layout"), [("1x128", "rows"), ("128x128", "rows"), ("128x128", "columns"), ("128x1", "columns")]
