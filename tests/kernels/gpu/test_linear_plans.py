@@ -148,22 +148,32 @@ def test_plan_is_of_tensors_that_were_multiplied_before(monkeypatch: pytest.Monk
     monkeypatch.setattr(linear_plans, "plan_of", lambda x, *_: known.get(x.stride()))
     casts = [get_recipe("tensorwise_current").casts[Gemm.FPROP, role] for role in OPERANDS[Gemm.FPROP]]
     assert casts[0] is not None and casts[1] is not None
-    of_weight = casts[1]
+    of_input, of_weight = casts[0], casts[1]
     x, weight = torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(16, 48, dtype=torch.bfloat16)
-    q = reference.quantize(x, casts[0])
+    q = reference.quantize(x, of_input)
 
     def found(weight: Tensor) -> Any:
-        return linear_plans.fprop_plan_of("recipe of this test", (casts[0], of_weight), q, weight, torch.float32)
+        return linear_plans.fprop_plan_of("recipe of this test", (of_input, of_weight), q, weight, torch.float32)
 
     assert found(weight) is None
     known[weight.stride()] = lambda w: (reference.quantize(w, of_weight), None)
-    gemms.prepare(Gemm.FPROP, (q, casts[0]), (reference.quantize(weight, of_weight), of_weight), torch.float32, "cublas")
+    gemms.prepare(Gemm.FPROP, (q, of_input), (reference.quantize(weight, of_weight), of_weight), torch.float32, "cublas")
     plan = found(weight)
     assert plan is not None and found(weight) is plan
     assert torch.equal(plan(q, weight), torch.ones(32, 16)) and len(products) == 1
     assert found(torch.randn(16, 96, dtype=torch.bfloat16)[:, :48]) is None
     monkeypatch.setattr(linear_plans, "_may_start", lambda _: False)
     assert found(weight) is None
+
+
+def _counted(kind: type, ran: list[str]) -> Any:
+    original: Any = kind.__call__
+
+    def call(*tensors: Any) -> Any:
+        ran.append(kind.__name__)
+        return original(*tensors)
+
+    return call
 
 
 @pytest.mark.gpu
@@ -176,10 +186,7 @@ def test_plans_give_the_same_bits(recipe: str, dtype: torch.dtype, offset: int, 
     monkeypatch.undo()
     ran: list[str] = []
     for kind in (linear_plans.FpropPlan, linear_plans.BackwardPlan):
-        original: Any = kind.__call__
-        monkeypatch.setattr(
-            kind, "__call__", lambda *tensors, original=original, kind=kind: ran.append(kind.__name__) or original(*tensors)
-        )
+        monkeypatch.setattr(kind, "__call__", _counted(kind, ran))
     for _ in range(3):
         assert all(torch.equal(*pair) for pair in zip((ops.forward(), *ops.backward()), wanted, strict=True))
         ops.weight.copy_(ops.weight.roll(1, 0)), ops.weight.copy_(ops.weight.roll(-1, 0))
