@@ -140,6 +140,18 @@ def test_no_code_asks_for_a_format_by_its_name() -> None:
                 assert not names, f"{path.relative_to(ROOT)}:{node.lineno} compares with {names}"
 
 
+def test_largest_values_stand_in_the_formats_alone() -> None:
+    """A kernel reads them, and the limits that are made of them, from there."""
+    largest = [fmt.max for fmt in FORMATS.values() if 100 < fmt.max < 1e30]
+    for path in sorted((ROOT / "fp8debug").rglob("*.py")):
+        if path.name == "formats.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, float):
+                near = [top for top in largest if abs(node.value - top) <= 2e-6 * top]
+                assert not near, f"{path.relative_to(ROOT)}:{node.lineno} has {node.value}, a format's largest value"
+
+
 @pytest.mark.parametrize(
     ("cast", "sqnr_db", "underflow_rate"),
     [

@@ -15,6 +15,8 @@ import os
 import triton
 import triton.language as tl
 
+from fp8debug.formats import FORMATS
+
 #: True when kernels run on the CPU by Triton's interpreter; fixed when a kernel is decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -32,6 +34,15 @@ ROUND_POW2_FLOOR = tl.constexpr(2)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INF = tl.constexpr(float("inf"))
 SIGN_OFF = tl.constexpr(0x7FFFFFFF)
+
+_E4M3, _E5M2 = FORMATS["e4m3fn"], FORMATS["e5m2"]
+#: Largest values, and the smallest ones with full precision.
+MAX_E4M3, MAX_E5M2 = tl.constexpr(_E4M3.max), tl.constexpr(_E5M2.max)
+LEAST_NORMAL_E4M3, LEAST_NORMAL_E5M2 = tl.constexpr(_E4M3.min_normal), tl.constexpr(_E5M2.min_normal)
+#: max * (1 + 2^-20), numbers of FP32: a quotient above it that has the largest code is saturated.
+LIMIT_E4M3, LIMIT_E5M2 = (tl.constexpr(fmt.max * (1 + 2.0**-20)) for fmt in (_E4M3, _E5M2))
+#: Halfway from there to the next number of FP32, which has 24 bits.
+HALFWAY_E4M3, HALFWAY_E5M2 = (tl.constexpr(fmt.max * (1 + 2.0**-20) + 2.0 ** (fmt.emax - 24)) for fmt in (_E4M3, _E5M2))
 
 _PACK_E4M3 = tl.constexpr(
     "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }"
@@ -238,7 +249,7 @@ def scale_of(amax, eps, margin, E5M2: tl.constexpr, ROUNDING: tl.constexpr):
 
     ``lifted``: the scale came from eps or from the largest finite FP32. ``margin`` is the factor 2^-margin.
     """
-    top: tl.constexpr = 57344.0 if E5M2 else 448.0
+    top: tl.constexpr = MAX_E5M2 if E5M2 else MAX_E4M3
     zero = amax == 0.0
     a = tl.where(zero, 1.0, tl.maximum(amax, eps))
     scale = tl.div_rn(a * 0.0 + top, a)

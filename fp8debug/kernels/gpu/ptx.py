@@ -6,6 +6,10 @@ one ``inline_asm_elementwise`` whose every element is a thread; shuffles need wh
 
 from __future__ import annotations
 
+import struct
+
+from fp8debug.formats import FORMATS
+
 WORDS = 16
 _HALVES = ("0x5410", "0x7632")
 
@@ -82,16 +86,17 @@ QUOTIENT = (
 )
 
 
-def quotient_of(top: str) -> str:
-    """The same of a constant, given as PTX spells it, and $1."""
+def quotient_of(top: float) -> str:
+    """The same of a constant and $1."""
+    constant = f"0f{struct.pack('>f', top).hex().upper()}"
     return (
         "{ .reg .b32 y, n, e, q; rcp.approx.ftz.f32 y, $1; neg.f32 n, $1; fma.rn.f32 e, n, y, 0f3F800000; fma.rn.f32 y, y, e, y;"
-        f" mul.rn.f32 q, y, {top}; fma.rn.f32 e, n, q, {top}; fma.rn.f32 $0, y, e, q; }}"
+        f" mul.rn.f32 q, y, {constant}; fma.rn.f32 e, n, q, {constant}; fma.rn.f32 $0, y, e, q; }}"
     )
 
 
-#: 1, 448 and 57344 over $1.
-INVERSE, OF_E4M3, OF_E5M2 = (quotient_of(top) for top in ("0f3F800000", "0f43E00000", "0f47600000"))
+#: 1, and the largest values of E4M3 and E5M2, over $1.
+INVERSE, OF_E4M3, OF_E5M2 = (quotient_of(top) for top in (1.0, FORMATS["e4m3fn"].max, FORMATS["e5m2"].max))
 LOG2 = "lg2.approx.ftz.f32 $0, $1;"
 ABOUT = "{ .reg .b32 y; rcp.approx.ftz.f32 y, $2; mul.rn.f32 $0, $1, y; }"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.device import FLOAT32_MAX, decode, float_of
+from fp8debug.kernels.gpu.device import FLOAT32_MAX, MAX_E4M3, MAX_E5M2, decode, float_of
 from fp8debug.kernels.gpu.quantize.tile_cast import KIND_COLUMN, KIND_ROW, over
 
 #: Columns of a part.
@@ -72,7 +72,7 @@ def store_part(
 ):  # fmt: skip
     """Store this program's part ``[32]``: sums and counts in FP64; ``head`` is the largest scaled magnitude."""
     f64: tl.constexpr = tl.float64
-    top: tl.constexpr = 57344.0 if E5M2 else 448.0
+    top: tl.constexpr = MAX_E5M2 if E5M2 else MAX_E4M3
     at = parts + tl.program_id(0) * COLUMNS
     once = tl.where(tl.program_id(0) == 0, 1.0, 0.0).to(f64)
     tl.store(at, once * numel)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fp8debug.kernels.gpu.describe.foreign_common import added, load_pair, per_block, store_part
-from fp8debug.kernels.gpu.device import INF, bits_of, float_of
+from fp8debug.kernels.gpu.device import INF, LEAST_NORMAL_E4M3, LEAST_NORMAL_E5M2, MAX_E4M3, MAX_E5M2, bits_of, float_of
 from fp8debug.kernels.gpu.quantize.tile_cast import KIND_COLUMN, KIND_ROW, KIND_TENSOR
 
 #: Between these a block's amax and scale_inv leave squares, errors and quotients far from the ends of FP32's range; blocks below
@@ -80,7 +80,7 @@ def smallest(least, v):
 
 
 @triton.jit
-def fast_units(
+def fast_units(  # noqa: C901  # branches on compile-time constants
     x, codes, scale, parts, num_units, across, height, steps, x_row, x_column, code_row, code_column, scale_row, scale_column,
     numel, num_blocks, lift_below, KIND: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, NB: tl.constexpr, BW: tl.constexpr,
     NATIVE: tl.constexpr, PIECES: tl.constexpr,
@@ -90,8 +90,8 @@ def fast_units(
     PIECES are tiles below each other, but of KIND_ROW parts of a tile's block, side by side.
     """
     f64: tl.constexpr = tl.float64
-    top: tl.constexpr = 57344.0 if E5M2 else 448.0
-    least_normal: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625
+    top: tl.constexpr = MAX_E5M2 if E5M2 else MAX_E4M3
+    least_normal: tl.constexpr = LEAST_NORMAL_E5M2 if E5M2 else LEAST_NORMAL_E4M3
     W: tl.constexpr = BW // PIECES if KIND == KIND_ROW else BW
     r = tl.arange(0, BR)[:, None, None]
     b = tl.arange(0, NB)[None, :, None]

@@ -20,7 +20,17 @@ import triton.language as tl
 
 from fp8debug.kernels.gpu.describe.foreign_common import COLUMNS, added, load_pair, per_block, store_part
 from fp8debug.kernels.gpu.describe.foreign_fast import fast_units
-from fp8debug.kernels.gpu.device import INF, bits_of, float_of
+from fp8debug.kernels.gpu.device import (
+    HALFWAY_E4M3,
+    HALFWAY_E5M2,
+    INF,
+    LEAST_NORMAL_E4M3,
+    LEAST_NORMAL_E5M2,
+    MAX_E4M3,
+    MAX_E5M2,
+    bits_of,
+    float_of,
+)
 from fp8debug.kernels.gpu.quantize.statistics import finish_row
 from fp8debug.kernels.gpu.quantize.tile_cast import KIND_COLUMN, KIND_ROW, KIND_TENSOR, KIND_TILE, is_finite, log2_parts
 
@@ -63,7 +73,7 @@ def saturated_above(inv, E5M2: tl.constexpr):
 
     That limit is an even number of FP32: a quotient halfway to the next is rounded to it. Its product in FP64 is exact.
     """
-    halfway = tl.full([], 57344.056640625 if E5M2 else 448.0004425048828125, tl.float64)  # no number of FP32
+    halfway = tl.full([], HALFWAY_E5M2 if E5M2 else HALFWAY_E4M3, tl.float64)
     most = tl.where(inv < 0.0, float("inf"), inv.to(tl.float64) * halfway)
     t = most.to(tl.float32)
     return tl.where(t.to(tl.float64) > most, float_of(bits_of(t) - 1), t)
@@ -86,8 +96,8 @@ def exact_units(
 ):  # fmt: skip
     """Store this program's part, in FP64 with masks throughout; see :func:`foreign_cast_kernel`."""
     f64: tl.constexpr = tl.float64
-    top: tl.constexpr = 57344.0 if E5M2 else 448.0
-    least_normal: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625
+    top: tl.constexpr = MAX_E5M2 if E5M2 else MAX_E4M3
+    least_normal: tl.constexpr = LEAST_NORMAL_E5M2 if E5M2 else LEAST_NORMAL_E4M3
     r = tl.arange(0, BR)[:, None, None]
     b = tl.arange(0, NB)[None, :, None]
     w = tl.arange(0, BW)[None, None, :]

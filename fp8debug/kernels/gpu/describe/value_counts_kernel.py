@@ -16,7 +16,18 @@ import triton
 import triton.language as tl
 
 from fp8debug.kernels.gpu.count_window import look_and_count, start_window, stop_window
-from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, bits_of, decode, encode, float_of
+from fp8debug.kernels.gpu.device import (
+    FLOAT32_MAX,
+    INF,
+    LIMIT_E4M3,
+    LIMIT_E5M2,
+    MAX_E4M3,
+    MAX_E5M2,
+    bits_of,
+    decode,
+    encode,
+    float_of,
+)
 from fp8debug.kernels.gpu.quantize.statistics import MAXIMA_AT, NUM_COUNTS
 from fp8debug.kernels.gpu.quantize.tile_cast import is_finite
 from fp8debug.kernels.slot_rows import ROW_WORDS
@@ -104,7 +115,7 @@ def count_kernel(x_ptr, table, num_words, num_tiles, BLOCK: tl.constexpr, EVEN: 
 @triton.jit
 def scale_now(amax, eps, margin, e5m2, rounding):
     """``device.scale_of`` for a format and a rounding known at run time only."""
-    top = tl.where(e5m2, 57344.0, 448.0)
+    top = tl.where(e5m2, MAX_E5M2, MAX_E4M3)
     zero = amax == 0.0
     a = tl.where(zero, 1.0, tl.maximum(amax, eps))
     scale = tl.div_rn(a * 0.0 + top, a)
@@ -134,7 +145,7 @@ def effects(magnitude, positive, negative, scale, inv, e5m2):
     Counts made nonfinite, of underflow, of subnormal codes, saturated; sums x, x^2, y^2, xy, err, err^2; the largest abs err.
     """
     both = positive + negative
-    top = tl.where(e5m2, 57344.0546875, 448.00042724609375)  # what rounds to the largest code, or above
+    top = tl.where(e5m2, LIMIT_E5M2, LIMIT_E4M3)  # what rounds to the largest code, or above
     x = float_of(magnitude << 16)
     finite = magnitude < NONFINITE
     v = tl.where(finite, tl.minimum(x * scale, FLOAT32_MAX), x)
@@ -180,7 +191,7 @@ def store_reals(at, amax, amin, inv, worst, sum_x2, sum_err2, e5m2):
     tl.store(at, amax)
     tl.store(at + 1, worst.to(tl.float32))
     tl.store(at + 2, tl.where(empty, -INF, inv))
-    top = tl.where(e5m2, 57344.0, 448.0)
+    top = tl.where(e5m2, MAX_E5M2, MAX_E4M3)
     head = tl.minimum(tl.div_rn(tl.div_rn(amax, inv), top + amax * 0.0), FLOAT32_MAX)
     tl.store(at + 3, tl.where(empty, -INF, head))
     nmse = sum_err2 / tl.where(sum_x2 == 0.0, 1.0, sum_x2)

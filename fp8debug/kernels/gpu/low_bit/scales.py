@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.device import INF, bits_of, float_of
+from fp8debug.formats import FORMATS
+from fp8debug.kernels.gpu.device import INF, MAX_E4M3, bits_of, float_of
 from fp8debug.kernels.gpu.low_bit.elements import (
     MANTISSA,
     MAX,
@@ -52,9 +53,8 @@ LINE_TENSOR = tl.constexpr(-1)
 LINE_ROW = tl.constexpr(1)
 LINE_COLUMN = tl.constexpr(0)
 
-# Facts of E4M3 that rounding to it reads, and its max.
-E4M3 = tl.constexpr((3, 7))
-E4M3_MAX = tl.constexpr(448.0)
+# Facts of E4M3 that rounding to it reads.
+E4M3 = tl.constexpr((FORMATS["e4m3fn"].mantissa_bits, FORMATS["e4m3fn"].bias))
 # Largest scale of a block, 1.5 times which E4M3 has, under "Four Over Six" (``reference.block_scales``).
 FOUR_OVER_SIX_MAX = tl.constexpr(256.0)
 
@@ -81,7 +81,7 @@ def scale_of(amax, eps, margin, FORMAT: tl.constexpr, SCALE: tl.constexpr):
 @triton.jit
 def stored_scale(decode, encode, zero):
     """Return (scale, scale_inv) of blocks whose decode factor is rounded to E4M3."""
-    rounded = round_to_format(bounded(decode, E4M3_MAX), decode, E4M3, False)
+    rounded = round_to_format(bounded(decode, MAX_E4M3), decode, E4M3, False)
     inverse = rounded * tl.div_rn(encode * 0.0 + 1.0, encode)
     inverse = tl.where(zero, 1.0, inverse)
     return within_float32(tl.div_rn(inverse * 0.0 + 1.0, inverse)), inverse
@@ -105,7 +105,7 @@ def two_level_scales(
     """
     zero = amax == 0.0
     a = tl.maximum(amax, eps)
-    largest: tl.constexpr = (FOUR_OVER_SIX_MAX if SCALE[FOUR_OVER_SIX] else E4M3_MAX) * FORMAT[MAX]
+    largest: tl.constexpr = (FOUR_OVER_SIX_MAX if SCALE[FOUR_OVER_SIX] else MAX_E4M3) * FORMAT[MAX]
     if SCALE[LINE] == LINE_NONE:
         encode = amax * 0.0 + 1.0
     else:

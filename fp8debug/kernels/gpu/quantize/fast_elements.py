@@ -13,7 +13,15 @@ import triton.language as tl
 
 from fp8debug.kernels.gpu import ptx
 from fp8debug.kernels.gpu.count_window import WINDOW, count_words
-from fp8debug.kernels.gpu.device import INF, LOAD_TRANSPOSED, ROUND_POW2_CEIL, bits_of, float_of
+from fp8debug.kernels.gpu.device import (
+    INF,
+    LEAST_NORMAL_E4M3,
+    LEAST_NORMAL_E5M2,
+    LOAD_TRANSPOSED,
+    ROUND_POW2_CEIL,
+    bits_of,
+    float_of,
+)
 from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_NONE
 
 LOAD_ROWS_OF = tl.constexpr(ptx.load_rows())
@@ -182,7 +190,7 @@ def cast_words(
     e5m2: tl.constexpr = SPEC[2]
     store: tl.constexpr = SPEC[4] != OUT_NONE
     statistics: tl.constexpr = SPEC[5]
-    least_normal: tl.constexpr = 6.103515625e-05 if e5m2 else 0.015625
+    least_normal: tl.constexpr = LEAST_NORMAL_E5M2 if e5m2 else LEAST_NORMAL_E4M3
     f64: tl.constexpr = tl.float64
     (sx, sx2, sy2, se, se2, emax, head, logs, nmse, span, amin, seen, zeros, subnormal, blocks, squares) = found
     none = lane * 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, LOAD_TRANSPOSED, scale_of
+from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, LOAD_TRANSPOSED, MAX_E4M3, MAX_E5M2, scale_of
 from fp8debug.kernels.gpu.quantize.fast_blocks import block_tiles
 from fp8debug.kernels.gpu.quantize.fast_tiles import fast_tiles
 from fp8debug.kernels.gpu.quantize.statistics import finish_row, joined
@@ -30,7 +30,7 @@ def scale_inv_for(amax, eps, SPEC: tl.constexpr):
 def safe_part(c, s, m, elements, num_blocks, first, eps, SPEC: tl.constexpr):
     """The finished part ``[32]`` of what ``summary`` returns."""
     f64: tl.constexpr = tl.float64
-    top: tl.constexpr = 57344.0 if SPEC[2] else 448.0
+    top: tl.constexpr = MAX_E5M2 if SPEC[2] else MAX_E4M3
     n = tl.arange(0, 32)
     zeros, codes, smallest, amax = one_of(c, 0), one_of(c, 4), (-one_of(m, 6)).to(tl.float32), one_of(m, 0).to(tl.float32)
     p = tl.where(n == 0, elements.to(f64), tl.where(n == 1, zeros, tl.where(n == 2, one_of(c, 1), 0.0)))
@@ -69,7 +69,7 @@ def fast_part(found, elements, num_blocks, first, eps, SPEC: tl.constexpr, COPIE
     ``COPIES``: threads in which a block counts.
     """
     f64: tl.constexpr = tl.float64
-    top: tl.constexpr = 57344.0 if SPEC[2] else 448.0
+    top: tl.constexpr = MAX_E5M2 if SPEC[2] else MAX_E4M3
     (x1, x2, y2, e1, e2, log2, square, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
      smallest, amax) = found  # fmt: skip
     n = tl.arange(0, 32)

@@ -16,7 +16,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.device import FLOAT32_MAX, INF, SIGN_OFF, bits_of, float_of, join4, pack, scale_of, split4, unpack
+from fp8debug.kernels.gpu.device import (
+    FLOAT32_MAX,
+    INF,
+    LIMIT_E4M3,
+    LIMIT_E5M2,
+    SIGN_OFF,
+    bits_of,
+    float_of,
+    join4,
+    pack,
+    scale_of,
+    split4,
+    unpack,
+)
 
 # KIND: which part of a tile shares a scale; the last three have one that no tile can know alone.
 KIND_NONE = tl.constexpr(-1)
@@ -111,7 +124,7 @@ def amin_key(a):
 @triton.jit
 def saturation_limit(scale_inv, E5M2: tl.constexpr, SEARCH: tl.constexpr):
     """Return the largest FP32 t with fl(t / scale_inv) <= max * (1 + 2^-20); saturated is what exceeds it."""
-    limit: tl.constexpr = 57344.0546875 if E5M2 else 448.00042724609375
+    limit: tl.constexpr = LIMIT_E5M2 if E5M2 else LIMIT_E4M3
     t = scale_inv * limit
     if SEARCH:  # a scale_inv that is no power of two: the product may be a few ulps off
         start = bits_of(t) - 3
@@ -224,7 +237,7 @@ def saturated4(x0, x1, x2, x3, word, v0, v1, v2, v3, t0, t1, t2, t3, E5M2: tl.co
         count = (tl.abs(x0) > t0).to(tl.int32) + (tl.abs(x1) > t1).to(tl.int32)
         return count + (tl.abs(x2) > t2).to(tl.int32) + (tl.abs(x3) > t3).to(tl.int32)
     else:
-        limit: tl.constexpr = 57344.0546875 if E5M2 else 448.00042724609375
+        limit: tl.constexpr = LIMIT_E5M2 if E5M2 else LIMIT_E4M3
         top: tl.constexpr = 0x7B if E5M2 else 0x7E
         c0 = is_finite(x0) & (tl.div_rn(tl.abs(x0), v0 + x0 * 0.0) > limit) & ((word & 0x7F) == top)
         c1 = is_finite(x1) & (tl.div_rn(tl.abs(x1), v1 + x1 * 0.0) > limit) & (((word >> 8) & 0x7F) == top)

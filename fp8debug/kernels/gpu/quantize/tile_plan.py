@@ -202,28 +202,7 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
     rows, columns = grid.rows, grid.columns
     assert not histogram or (statistics and t.warps == HISTOGRAM_WARPS)
     nothing = grid.x.new_empty(1, dtype=torch.float32)
-    arguments: list[Any] = []
-    specs: list[tuple[int, ...]] = []
-    memories: list[Tensor] = []
-    for i in range(MAX_CASTS):
-        if i >= len(jobs):
-            arguments += [nothing, nothing, nothing, 0.0, 1.0]
-            specs.append((tc.KIND_NONE.value, 0, 0, 0, 0, 0, 0))
-            memories.append(nothing)
-            continue
-        job, cast = jobs[i], jobs[i].cast
-        kind = kind_of(cast)
-        memory, source = scale_memory(job, grid, kind)
-        data, scale_inv = outputs.get(i, (nothing, nothing))
-        if not job.out and kind >= tc.KIND_TENSOR.value:
-            scale_inv = grid.x.new_empty(memory.numel(), dtype=torch.float32)  # [1], or [n] and more
-        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
-        arguments += [data, scale_inv, memory, float(cast.amax_eps), margin]
-        clips = source == tc.FROM_SCALE_INV.value or cast.scale_rounding == "pow2_floor" or margin > 1.0
-        out = {"": 0, "rows": 1, "columns": 2}[job.out]
-        e5m2 = is_e5m2(cast)
-        specs.append((kind, source, e5m2, ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
-        memories.append(memory)
+    arguments, specs, memories = _arguments_of_casts(jobs, outputs, grid, nothing)
     native = is_native(device)
     partials = nothing if not statistics else grid.x.new_empty(grid.programs, ts.COLUMNS_OF_PROGRAM.value, dtype=torch.float64)
     counted = nothing
@@ -248,6 +227,40 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
             casts = float(arguments[3]), float(arguments[4])
             _PLANS.keep(key, TilePlan(x, grid, outputs.get(0), casts, constants, options, reduction))
     return list(outputs.values()), found
+
+
+def _arguments_of_casts(
+    jobs: list[Job], outputs: dict[int, tuple[Tensor, Tensor]], grid: Grid, nothing: Tensor
+) -> tuple[list[Any], list[tuple[int, ...]], list[Tensor]]:
+    """Return what the tile kernel takes of up to ``MAX_CASTS`` casts.
+
+    Returns:
+        five arguments of each cast, the constants of each, and the memory from which each reads its scales; ``nothing``
+        stands where there is none.
+    """
+    arguments: list[Any] = []
+    specs: list[tuple[int, ...]] = []
+    memories: list[Tensor] = []
+    for i in range(MAX_CASTS):
+        if i >= len(jobs):
+            arguments += [nothing, nothing, nothing, 0.0, 1.0]
+            specs.append((tc.KIND_NONE.value, 0, 0, 0, 0, 0, 0))
+            memories.append(nothing)
+            continue
+        job, cast = jobs[i], jobs[i].cast
+        kind = kind_of(cast)
+        memory, source = scale_memory(job, grid, kind)
+        data, scale_inv = outputs.get(i, (nothing, nothing))
+        if not job.out and kind >= tc.KIND_TENSOR.value:
+            scale_inv = grid.x.new_empty(memory.numel(), dtype=torch.float32)  # [1], or [n] and more
+        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
+        arguments += [data, scale_inv, memory, float(cast.amax_eps), margin]
+        clips = source == tc.FROM_SCALE_INV.value or cast.scale_rounding == "pow2_floor" or margin > 1.0
+        out = {"": 0, "rows": 1, "columns": 2}[job.out]
+        e5m2 = is_e5m2(cast)
+        specs.append((kind, source, e5m2, ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
+        memories.append(memory)
+    return arguments, specs, memories
 
 
 def _of_row(row: Tensor) -> Statistics:
@@ -308,7 +321,7 @@ def _reduce(
     padding = grid.num_tiles * t.rows * t.columns - rows * columns
     before = grid.programs, n, rows * columns, padding
     after = (
-        *blocks, *[1] * pad, *grids, *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, *roundings, *[0] * pad, *margins,
+        *blocks, *[1] * pad, *grids, *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[1.0] * pad, *roundings, *[0] * pad, *margins,
         *[1.0] * pad,
     )  # fmt: skip
     launch(
