@@ -13,7 +13,7 @@ from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.trainers import loop_of
 
 
-def check_arguments(  # noqa: C901  # one check for each argument, in their order
+def check_arguments(
     path: Any,
     every: Any,
     shadow_rows: Any,
@@ -29,12 +29,7 @@ def check_arguments(  # noqa: C901  # one check for each argument, in their orde
     Raises:
         UsageError: one cannot be used.
     """
-    if not all(isinstance(n, int) for n in (every, shadow_rows)):
-        raise UsageError(f"every and shadow_rows must be whole numbers, got every={every!r}, shadow_rows={shadow_rows!r}")
-    if every < 1 or shadow_rows < 1:
-        raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
-    if resume_from is not None and (not isinstance(resume_from, int) or resume_from < 0):
-        raise UsageError(f"resume_from is the number of the first step, 0 or more, got {resume_from!r}")
+    _check_counts(every, shadow_rows, resume_from)
     if not isinstance(path, str | Path) or not str(path).strip() or "\0" in str(path):
         raise UsageError(f"expected the path of a run's folder, got {path!r}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -43,6 +38,19 @@ def check_arguments(  # noqa: C901  # one check for each argument, in their orde
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
     if not isinstance(check_finite, bool | None):
         raise UsageError(f"check_finite must be True, False or None, got {check_finite!r}")
+    _check_compiled(compiled, turns)
+
+
+def _check_counts(every: Any, shadow_rows: Any, resume_from: Any) -> None:
+    if not all(isinstance(n, int) for n in (every, shadow_rows)):
+        raise UsageError(f"every and shadow_rows must be whole numbers, got every={every!r}, shadow_rows={shadow_rows!r}")
+    if every < 1 or shadow_rows < 1:
+        raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
+    if resume_from is not None and (not isinstance(resume_from, int) or resume_from < 0):
+        raise UsageError(f"resume_from is the number of the first step, 0 or more, got {resume_from!r}")
+
+
+def _check_compiled(compiled: Any, turns: Any) -> None:
     if compiled not in ("auto", "repeat", "as_is", "eager"):
         raise UsageError(f"compiled must be 'auto', 'repeat', 'as_is' or 'eager', got {compiled!r}")
     if turns is not None and (not isinstance(turns, int) or isinstance(turns, bool) or turns < 1):

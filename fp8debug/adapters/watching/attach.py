@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +17,15 @@ from torch import nn
 from fp8debug import __version__
 from fp8debug.adapters.interception.matrices import matrices_of
 from fp8debug.adapters.watching.arguments import check_arguments, check_inference, own_optimizer, recipe_of, several
-from fp8debug.adapters.watching.coverage import candidates_of, choose, common_recipe, modules_outside, nothing_to_watch, roots_of
+from fp8debug.adapters.watching.coverage import (
+    Candidate,
+    candidates_of,
+    choose,
+    common_recipe,
+    modules_outside,
+    nothing_to_watch,
+    roots_of,
+)
 from fp8debug.adapters.watching.disk_plan import manifest_entry, planned_volume, tell
 from fp8debug.adapters.watching.dumps import Dumper, DumpLimits, load_safetensors
 from fp8debug.adapters.watching.environment import describe_environment, git_state, rank_and_world
@@ -31,7 +40,8 @@ from fp8debug.fallback.guard import Guard
 from fp8debug.observer.observer import Settings
 from fp8debug.observer.sharding import describe_mesh
 from fp8debug.recipes import Recipe
-from fp8debug.store.dump_selectors import parse_selectors
+from fp8debug.store.dump_selectors import Selector, parse_selectors
+from fp8debug.store.volume import Volume
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trackers.live import check_live, start_live
 from fp8debug.trainers import loop_of
@@ -45,7 +55,7 @@ __all__ = ["Watch", "on_watch", "watch"]
 on_watch: list[Callable[[], None]] = []
 
 
-def watch(  # noqa: C901  # the public call: each argument is checked, resolved and handed on
+def watch(
     target: object,
     path: str | Path,
     *,
@@ -161,18 +171,14 @@ def watch(  # noqa: C901  # the public call: each argument is checked, resolved 
         raise nothing_to_watch(roots)
     include, exclude = several(include), several(exclude)
     filters = choose([*candidates, *matrices], include, exclude)
-    for c in candidates:
-        if c.reason is None and getattr(c.module, "inference_probe" if inference else "probe", None) is not None:
-            raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
+    _check_unwatched(candidates, inference)
     check_guard(guard, candidates)
     rank, world_size = rank_and_world()
     mesh = describe_mesh(p for root in roots for p in root.parameters())
     num_ranks = num_recording(ranks, world_size, mesh)
     volume = planned_volume(candidates, settings, num_ranks, budget, total_steps, may_be_fewer=ranks is None)
     settings, every = replace(settings, every=volume.every), volume.every
-    selectors = parse_selectors(several(dump), [c.fqn for c in candidates if c.reason is None], every)
-    if selectors:
-        load_safetensors()
+    selectors = _selectors(dump, candidates, every)
     for root in roots:
         filters = [*getattr(root, "fp8debug_filters", []), *filters]
     manifest = {
@@ -211,21 +217,20 @@ def watch(  # noqa: C901  # the public call: each argument is checked, resolved 
         max_bytes=None if volume.budget is None else volume.budget // volume.ranks,
     )
     writer = make() if records_from_start(ranks, rank, world_size, mesh, volume.ranks) else StandbyWriter(make, path, rank)
-    if rank == 0 and writer.stopped is None:
-        tell(volume)
-    for f in filters:
-        if not f["matched"]:
-            say(writer, 0, f"{f['kind']} {f['pattern']!r} matches no Linear")
-    dumper = None
-    if selectors and writer.stopped is None:
-        dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
-    live = None
-    try:
+    _announce(writer, rank, volume, filters)
+    with ExitStack() as opened:  # closed in reverse where no watch begins
+        opened.callback(writer.close)
+        dumper = live = None
+        if selectors and writer.stopped is None:
+            dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
+            opened.callback(dumper.close)
         resumption = Resumption(writer, resume_from or 0, checkpoint, roots)
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard, resumption)
         resumption.compare(manifest)
         if rank == 0 and writer.stopped is None and (trackers or on_finding is not None):
             live = start_live(writer.path, trackers, on_finding)
+        if live is not None:
+            opened.callback(live.close)
         begun = Watch(
             candidates,
             roots,
@@ -241,15 +246,32 @@ def watch(  # noqa: C901  # the public call: each argument is checked, resolved 
             matrices=matrices,
             live=live,
         )
-    except BaseException:
-        if live is not None:
-            live.close()
-        if dumper is not None:
-            dumper.close()
-        writer.close()
-        raise
+        opened.pop_all()
     _collect()
     return begun
+
+
+def _check_unwatched(candidates: Sequence[Candidate], inference: bool) -> None:
+    for c in candidates:
+        if c.reason is None and getattr(c.module, "inference_probe" if inference else "probe", None) is not None:
+            raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
+
+
+def _selectors(dump: Sequence[str] | str, candidates: Sequence[Candidate], every: int) -> list[Selector]:
+    """Return what is dumped, with the library that writes it loaded: it is missed before the model is changed."""
+    selectors = parse_selectors(several(dump), [c.fqn for c in candidates if c.reason is None], every)
+    if selectors:
+        load_safetensors()
+    return selectors
+
+
+def _announce(writer: RunWriter, rank: int, volume: Volume, filters: Sequence[dict[str, Any]]) -> None:
+    """Print the plan for the disk, and the filters that match nothing."""
+    if rank == 0 and writer.stopped is None:
+        tell(volume)
+    for f in filters:
+        if not f["matched"]:
+            say(writer, 0, f"{f['kind']} {f['pattern']!r} matches no Linear")
 
 
 @cache

@@ -60,7 +60,7 @@ class Watch:
         path: the run directory.
     """
 
-    def __init__(  # noqa: C901  # the parts of a session, each made from those before it
+    def __init__(
         self,
         candidates: list[Candidate],
         roots: list[nn.Module],
@@ -128,32 +128,7 @@ class Watch:
         if writer.stopped is not None and not self._sink.decides:
             self._observer.turn_off()
         try:
-            for c in candidates:
-                self._attach(c)
-            intercepts = any(
-                c.reason is None and c.is_intercepted and getattr(c.adapter, "intercepts_ops", True) for c in candidates
-            )
-            is_reported = partial(getattr, self, "_has_told_compiled")
-            self._outside = OutsideGemms(matrices, candidates, self._observer, self._counter, intercepts)
-            if self._passes is not None:
-                self._undo.append(self._passes.follow())
-            self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_reported, self._outside).remove)
-            if intercepts or matrices:
-                self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
-            self._undo.append(wrap_emulated_experts(listener_of(self._observer)))
-            self._undo.append(ignore_shape_inference(self._observer, self._see_stage))
-            if compiled in ("auto", "repeat"):
-                watched: dict[int, set[str]] = {}
-                for c in candidates:
-                    if c.reason is None:
-                        watched.setdefault(id(getattr(c.module, "owner", c.module)), set()).add(c.fqn)
-                is_auto = compiled == "auto"
-                turns = turns or (None if is_auto else 1)
-                self._regions = Regions(roots, watched, self._observer, turns, only_whole=is_auto)
-                self._undo.append(self._regions.remove)
-            if compiled == "eager":
-                self._before_next, undo = run_samples_eagerly(self._observer)
-                self._undo.append(undo)
+            self._install_hooks(roots, matrices, turns)
         except BaseException:
             self.detach()
             raise
@@ -162,6 +137,33 @@ class Watch:
         atexit.register(self._close_at_exit)
         self._has_noted_end = False
         _WATCHES.add(self)
+
+    def _install_hooks(self, roots: list[nn.Module], matrices: Sequence[Candidate], turns: int | None) -> None:
+        """Attach the adapters to their modules, and the hooks that are those of the whole model."""
+        for c in self._candidates:
+            self._attach(c)
+        watched = [c for c in self._candidates if c.reason is None]
+        intercepts = any(c.is_intercepted and getattr(c.adapter, "intercepts_ops", True) for c in watched)
+        is_reported = partial(getattr, self, "_has_told_compiled")
+        self._outside = OutsideGemms(matrices, self._candidates, self._observer, self._counter, intercepts)
+        if self._passes is not None:
+            self._undo.append(self._passes.follow())
+        self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_reported, self._outside).remove)
+        if intercepts or matrices:
+            self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
+        self._undo.append(wrap_emulated_experts(listener_of(self._observer)))
+        self._undo.append(ignore_shape_inference(self._observer, self._see_stage))
+        if self._compiled in ("auto", "repeat"):
+            names: dict[int, set[str]] = {}
+            for c in watched:
+                names.setdefault(id(getattr(c.module, "owner", c.module)), set()).add(c.fqn)
+            is_auto = self._compiled == "auto"
+            turns = turns or (None if is_auto else 1)
+            self._regions = Regions(roots, names, self._observer, turns, only_whole=is_auto)
+            self._undo.append(self._regions.remove)
+        if self._compiled == "eager":
+            self._before_next, undo = run_samples_eagerly(self._observer)
+            self._undo.append(undo)
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
