@@ -46,7 +46,7 @@ _BACKWARD = frozenset((Gemm.DGRAD, Gemm.WGRAD))
 
 
 class LinearPlan(NamedTuple):
-    """How an Fp8Linear runs.
+    """Plan by which an Fp8Linear runs.
 
     Attributes:
         casts: of the six operands.
