@@ -302,7 +302,9 @@
     await new Promise((told) => { requestAnimationFrame(() => setTimeout(told, 20)); setTimeout(told, 200); });  // a hidden page has no frames
   };
 
-  // Tables stand below the plots: what draws them comes with the first, after the plots.
+  // Tables stand below the plots: what draws them comes with the first, after the plots. It takes the page 0.25 s, and an empty
+  // table is its words: it waits until who clicks on something right away has got it, or until it has rows.
+  const EMPTY_TABLE_MS = 3000;
   let table = null, tableLibrary = null;
   const loadTables = async () => {
     if (document.querySelector(".plot")) await painted();
@@ -312,14 +314,19 @@
   };
   function AgGrid(props) {
     const [drawn, draw] = window.React.useState(() => table), [isMissing, miss] = window.React.useState(false);
+    const isEmpty = !(props.rowData || []).length;
     window.React.useEffect(() => {
-      tableLibrary = tableLibrary || loadTables().catch((error) => { tableLibrary = null; throw error; });  // the next page tries again
       let isHere = true;
-      tableLibrary.then(() => isHere && draw(() => table), () => isHere && miss(true));
-      return () => { isHere = false; };
-    }, []);
+      const load = () => {
+        tableLibrary = tableLibrary || loadTables().catch((error) => { tableLibrary = null; throw error; });  // the next page tries again
+        tableLibrary.then(() => isHere && draw(() => table), () => isHere && miss(true));
+      };
+      const waiting = isEmpty && !tableLibrary ? setTimeout(load, EMPTY_TABLE_MS) : load();
+      return () => { isHere = false; clearTimeout(waiting); };
+    }, [isEmpty]);
     if (drawn) return window.React.createElement(drawn, props);
-    if (!isMissing) return window.React.createElement("div", { className: "grid-to-come" });
+    const words = isEmpty ? props.dashGridOptions.localeText.noRowsToShow : null;
+    if (!isMissing) return window.React.createElement("div", { className: "grid-to-come" }, words);
     return window.React.createElement("div", { className: "problems", role: "alert" }, "The tables did not load: reload the page.");
   }
   window.dash_ag_grid = { AgGrid, getApi: () => null };

@@ -62,9 +62,9 @@ def _known(chunk: pa.Array) -> NDArray[np.bool_]:
 def ints(table: pa.Table, name: str) -> Ints:
     """Return a column without nulls as int32."""
     column = table.column(name)
-    if column.type != pa.int64():
+    if column.type not in (pa.int64(), pa.int32()):
         column = column.cast(pa.int64())
-    return numbers_of(column, np.int64).astype(np.int32)
+    return numbers_of(column, _PLAIN[column.type]).astype(np.int32)
 
 
 def _places(table: pa.Table, modules: list[str]) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], Ints]:

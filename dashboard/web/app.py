@@ -308,7 +308,8 @@ def settled_stamp(view: View, source: ServedFolder, was_pending: bool) -> str | 
     """
     from . import screens
 
-    screens.import_rest()
+    with source.reading_on:  # a click right after the first paint waits for that, and would share the cores with the rules
+        screens.import_rest()
     run_view, page = source.open(view.run), screens.PAGES.get(view.page)
     if page is not None:
         page.is_pending(view, run_view)  # opens the runs beside it: threads of a connection keep the priority of who opens it

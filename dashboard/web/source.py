@@ -41,6 +41,8 @@ class ServedFolder:
     Attributes:
         path: the folder.
         is_folder: it holds runs, or will; False for one run.
+        has_answered: a first page was sent.
+        reading_on: held while :meth:`read_on` reads; what no reader waits for begins after it.
 
     Raises:
         RunError: it is none of them.
@@ -59,6 +61,7 @@ class ServedFolder:
         self._working: threading.Thread | None = None
         self._has_read = threading.Event()
         self.has_answered = threading.Event()
+        self.reading_on = threading.Lock()
         self._num_judged = 0
         self._verdicts: dict[str, Verdicts] = {}
         self._summaries: dict[str, tuple[str, Summary]] = {}
@@ -137,7 +140,7 @@ class ServedFolder:
 
     def read_on(self) -> None:
         """Read what the first heatmap of a large run shows, so that the first click does not wait for it."""
-        with suppress(Fp8DebugError):
+        with self.reading_on, suppress(Fp8DebugError):
             run_view = self.open(None)
             if not run_view.is_small:
                 for read in (run_view.recorded, lambda: run_view.heat(at_once=True), run_view.casts):

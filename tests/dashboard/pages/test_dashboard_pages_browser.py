@@ -330,6 +330,18 @@ def test_the_search_of_the_runs_stands_in_the_address(clean_page: Page, site: st
     expect(clean_page.get_by_label("search the runs")).to_have_value("sick")
 
 
+def test_an_empty_table_is_its_words_until_what_draws_tables_has_come(clean_page: Page, site: str) -> None:
+    """Of a large run nothing is found yet when the first page is painted, and a click waits for what sets tables up."""
+    clean_page.goto(f"{site}/?run=healthy")
+    expect(clean_page.locator("#loss .scatterlayer .trace").first).to_be_attached()
+    expect(clean_page.locator(".grid-to-come")).to_contain_text("No finding")
+    asked = clean_page.evaluate(
+        "performance.getEntriesByType('resource').filter((one) => one.name.includes('dash_ag_grid')).length"
+    )
+    assert asked == 0
+    expect(clean_page.locator(".saved-grid .ag-root-wrapper")).to_contain_text("No finding")
+
+
 def test_a_browser_without_idle_callbacks_has_tables_and_one_that_lost_their_script_says_so(
     page: Page, warm: None, site: str
 ) -> None:

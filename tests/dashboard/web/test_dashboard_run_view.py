@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from fp8debug_dashboard.pages import findings, heatmap
 from fp8debug_dashboard.pages import module as module_page
 from fp8debug_dashboard.web import run_view as opened_module
 from fp8debug_dashboard.web import screens
+from fp8debug_dashboard.web.app import settled_stamp
 from fp8debug_dashboard.web.run_view import RunView
 from fp8debug_dashboard.web.source import QUIET_S, ServedFolder, file_stamp, is_run, last_write, marks, state
 from fp8debug_dashboard.web.triage_process import triage_in_process
@@ -224,6 +226,18 @@ def test_what_the_first_click_on_a_large_run_asks_for_is_read_before(folder: Pat
     asked = queries_asked(monkeypatch)
     heatmap.layout(View("heatmap", None, {}), source.open(None))
     assert [query for query in asked if "FROM steps" not in query] == []  # whether there are times and tokens
+
+
+def test_what_no_reader_waits_for_begins_when_the_first_heatmap_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A click right after the first paint would share the cores with the import of all rules."""
+    source, imported = ServedFolder(folder / "sick"), threading.Event()
+    monkeypatch.setattr(screens, "import_rest", imported.set)
+    asked = threading.Thread(target=settled_stamp, args=(View("overview", None, {}), source, False))
+    with source.reading_on:
+        asked.start()
+        assert not imported.wait(0.2)
+    asked.join()
+    assert imported.is_set()
 
 
 def test_another_site_or_cast_of_a_module_asks_the_files_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

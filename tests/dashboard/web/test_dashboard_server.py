@@ -365,6 +365,16 @@ def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(folder / "healthy")], check=True)
 
 
+def test_the_first_heatmap_of_a_large_run_imports_no_functions_of_arrow(folder: Path) -> None:
+    """To import them takes a tenth of its time."""
+    code = (
+        "import sys; from fp8debug_dashboard.data import queries; from fp8debug_dashboard.web.source import ServedFolder;"
+        " run = ServedFolder(sys.argv[1]).open(None).run; assert queries.health(run, is_thin=True, part=8).modules;"
+        " assert 'pyarrow.compute' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder / "sick")], check=True)
+
+
 def test_dots_show_that_another_page_comes_and_not_that_a_live_one_is_drawn_anew() -> None:
     dots = [part for part in _shell()._traverse() if isinstance(part, dcc.Loading)]
     assert [part.to_plotly_json()["props"]["target_components"] for part in dots] == [{"page": "children"}]
