@@ -61,7 +61,7 @@ class Probe(StepState):
         self.actual = actual
         self._casts = CastRecorder(observer, module, actual)
         self._weights_seen = set[Gemm]()
-        self.num_calls, self.call_index = 0, -1
+        self.call_index = -1
         self.layout: ShardLayout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
         self._lines = RowAllocator(observer, module)
         self._number = observer.num_modules
@@ -133,7 +133,6 @@ class Probe(StepState):
         if self.call_index < 0:
             self.observer.modules_called.add(self.module)
             self.call_index = self.observer.next_call_index()
-            self.num_calls += 1
         if self.observer.begun.modules is not None:
             self.observer.begun.modules.add(self.module)
         return True

@@ -245,6 +245,12 @@ class Rule(Documented):
         return True
 
 
+def accuses_other_modules(finding: Finding, others: Sequence[Finding], code: str) -> bool:
+    """Return whether a finding accuses a module that no finding of the rule ``code`` does."""
+    accused = {part.module for other in others if other.code == code for part in other.sites}
+    return any(part.module not in accused for part in finding.sites)
+
+
 def _doc(rule: Documented) -> str:
     return inspect.cleandoc(type(rule).__doc__ or "")
 

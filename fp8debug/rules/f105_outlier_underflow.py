@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.metrics import limits
 from fp8debug.recipes import get_recipe, list_recipes
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.forecasts import underflow_ahead
@@ -167,8 +167,7 @@ class OutlierUnderflow(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to rows that poison the others (F117), which look like an outlier from afar."""
-        poisoned = {part.module for f in others if f.code == "F117" for part in f.sites}
-        return any(part.module not in poisoned for part in finding.sites)
+        return accuses_other_modules(finding, others, "F117")
 
     def _has_outlier(self, row: dict[str, Any]) -> bool:
         spread = spread_log2(row)

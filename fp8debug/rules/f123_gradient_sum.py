@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
 from fp8debug.rules.reading.conditions import Conditions, Look, look
 from fp8debug.rules.reading.gradient_sums import IS_FINITE_GRADIENT, IS_GRADIENT, far_from_sum, why_no_sum
 from fp8debug.rules.reading.traces import traces
@@ -103,8 +103,7 @@ class Bf16GradientSum(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that lacks more than BF16 can lose."""
-        wrong = {part.module for f in others if f.code == "F134" for part in f.sites}
-        return any(part.module not in wrong for part in finding.sites)
+        return accuses_other_modules(finding, others, "F134")
 
 
 RULES.add(Bf16GradientSum.code, Bf16GradientSum())

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
+from fp8debug.rules.reading.weights import spans_binades
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -91,7 +92,7 @@ class RawCodes(Rule):
         for trace in found:
             row = trace.rows[0]
             usual = median(others.get(row["step"], [math.inf]))
-            is_exact = row["step"] == trace.start and row["sum_err2"] == 0 and self._varies(row)
+            is_exact = row["step"] == trace.start and row["sum_err2"] == 0 and spans_binades(row, self.min_binades)
             if not is_exact and not row["amax"] >= self.min_amax_ratio * usual:
                 continue
             maximum = min(_MAXIMA, key=lambda value, amax=row["amax"]: abs(amax / value - 1))  # type: ignore[misc]  # bound now
@@ -104,12 +105,6 @@ class RawCodes(Rule):
             yield trace.finding(
                 self, Severity.ERROR, message, value=row["amax"], threshold=self.min_amax_ratio * min(usual, maximum)
             )
-
-    def _varies(self, row: dict[str, Any]) -> bool:
-        histogram = row["log2_hist"]
-        if histogram is None:
-            return row["range_log2"] is not None and bool(row["range_log2"] >= self.min_binades)
-        return len([count for count in histogram if count]) >= self.min_binades
 
 
 RULES.add(RawCodes.code, RawCodes())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, traces
+from fp8debug.rules.reading.weights import spans_binades
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -71,7 +72,7 @@ class RoundedTwice(Rule):
         running = look([bad], ["sqnr_db", "log2_hist", "range_log2"])
         for whole in traces(run, running, [(module, step) for (module, _), at in steps.items() for step in at]):
             key = whole.module, whole.gemm
-            trace = whole.where(lambda row, key=key: row["step"] in steps.get(key, ()) and self._varies(row))  # type: ignore[misc]  # bound now
+            trace = whole.where(lambda row, key=key: row["step"] in steps.get(key, ()) and spans_binades(row, self.min_binades))  # type: ignore[misc]  # bound now
             if trace is not None:
                 yield self._finding(trace, exact[key].cast_name)
 
@@ -82,12 +83,6 @@ class RoundedTwice(Rule):
             f" again ({row['sqnr_db']:.1f} dB at step {row['step']})"
         )
         return trace.finding(self, Severity.WARNING, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB")
-
-    def _varies(self, row: dict[str, Any]) -> bool:
-        histogram = row["log2_hist"]
-        if histogram is None:
-            return row["range_log2"] is not None and bool(row["range_log2"] >= self.min_binades)
-        return len([count for count in histogram if count]) >= self.min_binades
 
 
 RULES.add(RoundedTwice.code, RoundedTwice())

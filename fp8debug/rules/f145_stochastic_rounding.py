@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.metrics.limits import cast_floor_db
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
 
@@ -94,8 +94,7 @@ class StochasticRounding(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to an operand that is not in its format at all, whose roundings are another format's."""
-        other = {part.module for f in others if f.code == "F111" for part in f.sites}
-        return any(part.module not in other for part in finding.sites)
+        return accuses_other_modules(finding, others, "F111")
 
     def _zeros(self, whole: Trace) -> Finding | None:
         trace = whole.where(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
 from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import percent
@@ -445,8 +445,7 @@ class GradientLost(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that is already wrong between microbatches."""
-        wrong = {part.module for f in others if f.code == "F134" for part in f.sites}
-        return any(part.module not in wrong for part in finding.sites)
+        return accuses_other_modules(finding, others, "F134")
 
 
 def _shared_weights(run: Run) -> dict[str, list[str]]:

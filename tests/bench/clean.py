@@ -24,7 +24,7 @@ import torch
 
 import fp8debug
 from fp8debug.rules.base import Severity
-from fp8debug.rules.reading.optimizer_steps import largest_ratio
+from fp8debug.rules.reading.optimizer_steps import update_ratio
 from tests.bench.clean_programs.training import described, keys, losses_of, low_bit_keys
 
 #: Class and cause of a run in which nothing happened.
@@ -57,7 +57,7 @@ def judged(key: str, folder: Path, *, is_long: bool) -> dict[str, Any]:
         "what": found.classification["what"],
         "alarms": [[f.code, f.name, str(f.severity), f.module, f.gemm, f.tensor, list(f.steps), f.message] for f in alarms],
         "information": [f"{f.code} {f.name} {f.module}" for f in found if f.severity is Severity.INFO],
-        "update_ratio": largest_ratio(run),
+        "update_ratio": max(map(update_ratio, run.sql("SELECT * FROM updates WHERE num_sampled > 0").to_pylist()), default=None),
         "seconds": round(time.perf_counter() - started, 1),
         "training": described(key, is_long=is_long),
     }

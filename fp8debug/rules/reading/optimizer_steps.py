@@ -79,11 +79,11 @@ def large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
 
 def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
     rows: list[dict[str, Any]] = run.sql("SELECT * FROM updates WHERE num_sampled > 0 ORDER BY step, module").to_pylist()
-    large = [row for row in rows if _ratio(row) > max_ratio]
+    large = [row for row in rows if update_ratio(row) > max_ratio]
     if not large:
         return None
     step = large[0]["step"]
-    first = max((row for row in large if row["step"] == step), key=_ratio)
+    first = max((row for row in large if row["step"] == step), key=update_ratio)
     found = {row["module"] for row in large}
     ordered = [m["fqn"] for m in run.modules if m["fqn"] in found]
     return LargeUpdates(
@@ -91,18 +91,12 @@ def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
         modules=tuple(ordered),
         num_modules=len({row["module"] for row in rows}),
         first=first,
-        ratio=_ratio(first),
+        ratio=update_ratio(first),
         cause=_cause(first),
     )
 
 
-def largest_ratio(run: Run) -> float | None:
-    """Return the largest update of a run over its weight, both as RMS; None where no update was recorded."""
-    rows = run.sql("SELECT * FROM updates WHERE num_sampled > 0").to_pylist()
-    return max(map(_ratio, rows), default=None)
-
-
-def _ratio(row: Mapping[str, Any]) -> float:
+def update_ratio(row: Mapping[str, Any]) -> float:
     """Return the RMS of an update over that of its weight, or over an ordinary weight's where the weight is smaller."""
     if row["sum_update2"] is None or row["sum_weight2"] is None:
         return 0.0

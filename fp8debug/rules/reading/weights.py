@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -313,3 +313,11 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
             )
         return where
     return ""
+
+
+def spans_binades(row: Mapping[str, Any], least: int) -> bool:
+    """Return whether the magnitudes of a row's tensor lie in so many binades, by its histogram, or by its range without one."""
+    histogram = row["log2_hist"]
+    if histogram is None:
+        return row["range_log2"] is not None and bool(row["range_log2"] >= least)
+    return sum(1 for count in histogram if count) >= least
