@@ -84,6 +84,7 @@ def logarithmic(figure: Figure) -> Figure:
         low, high = (float(np.log10(v)) for v in (values.min(), values.max()))
         pad = 0.06 * (high - low) or 0.05
         figure.axis("y", i, type="log", range=[low - pad, high + pad])
+        figure.leave_room([i])
     return figure
 
 

@@ -16,7 +16,7 @@ from ..data.heat_rows import HeatRows
 from ..data.metric_labels import label_of
 from ..data.nonfinite import FINITE, INF, MADE, MISSING, NAMES, NAN, States, in_words, spans_of
 from ..data.records import Floats, Heat, Ints, Mark, StepSeries
-from .plot import LEGEND, Figure, Part
+from .plot import LEGEND, NOTE_PX, Figure, Part
 from .theme import (
     COLORS,
     GREY,
@@ -39,6 +39,8 @@ ROW_HEIGHT = 13
 COLOR_BAR: Part = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
 #: Cells of a heatmap up to which each has a tick of its own.
 FEW_CELLS = 8
+#: Cells up to which there is a pixel between two: in a narrow window more would be a pixel wide themselves.
+MAX_GAPS = 40
 #: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
 _LETTER = 5.9
 #: Colours of what is no number.
@@ -245,7 +247,7 @@ def mark_gaps(figure: Figure, steps: Ints, states: States, i: int = 0, what: str
             {"type": "rect", "x0": begin, "x1": end, **across, "fillcolor": color, "opacity": 0.14, "line": {"width": 0}}
         )
         figure.rule(color, i, x=begin, width=1.4)
-        figure.gap_note(words, i, x=begin, yshift=-13 * row)
+        figure.gap_note(words, i, x=begin, yshift=-NOTE_PX * row)
 
 
 def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
@@ -288,7 +290,7 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
         **texts,
         "hovertemplate": f"<b>%{{y}}</b><br>step %{{x}}<br>{hover}<extra></extra>",
         "hoverongaps": False,
-        "xgap": 1 if len(heat.steps) <= 120 else 0,
+        "xgap": 1 if len(heat.steps) <= MAX_GAPS else 0,
         "ygap": 1 if len(names) <= 120 else 0,
         **shown,
         "colorbar": {**COLOR_BAR, **shown.get("colorbar", {})},

@@ -62,10 +62,15 @@ def evidence(charts: Sequence[Chart], steps: tuple[int, int]) -> Figure:
 
 
 def _wide_enough(values: Floats) -> Part:
-    """Return the range of an axis whose values differ by noise alone: drawn from end to end, noise would look like a change."""
+    """Return the range of an axis whose values differ by noise alone: drawn from end to end, noise would look like a change.
+
+    So would, of values that are all 0, the ends that plotly chooses.
+    """
     known = values[np.isfinite(values)]
     if not len(known):
         return {}
     low, high = float(known.min()), float(known.max())
+    if low == high == 0:
+        return {"range": [-0.06, 1.0]}  # plotly would go down to -1, and a share is never negative
     least = MIN_SPREAD * max(abs(low), abs(high))
     return {"range": [(low + high - least) / 2, (low + high + least) / 2]} if 0 < high - low < least else {}

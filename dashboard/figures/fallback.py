@@ -54,7 +54,7 @@ def pareto(choices: Sequence[BudgetPoint], chosen: BudgetPoint | None) -> Figure
     if chosen is not None and chosen.recovered is None:
         figure.rule(ORANGE, x=100 * chosen.cost, width=1.6, dash="dash")
         words = "chosen: what it recovers was not recorded; fp8debug verify measures it"
-        figure.note(words, 0, xref="x", x=100 * chosen.cost, xanchor="left", xshift=6, y=0.06)
+        figure.note(words, 0, xref="x", x=100 * chosen.cost, xanchor="left", xshift=6, y=0.97)
     elif chosen is not None:
         figure.add(
             {

@@ -6,7 +6,7 @@ plotly's own classes look at every value that is set: 0.2 s for the five plots o
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ LOOK: Part = {
 #: Share of a plot up to which the words about a gap stand at its right; behind it they would leave the plot. Of several columns
 #: each has less room.
 ROOM_FOR_WORDS, ROOM_IN_COLUMNS = 0.6, 0.5
+#: Height of a line of these words in pixels, and the largest share of a subplot that is kept free for them.
+NOTE_PX, MAX_NOTES = 13, 0.4
 #: A legend above the plot, on its left.
 LEGEND: Part = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 
@@ -69,6 +71,7 @@ class Figure:
         self.cols = cols
         self.num = rows * cols
         self._gap_notes: list[tuple[int, Part]] = []
+        self._gap_lines: dict[int, int] = {}
         if self.num == 1:
             return
         shares = np.array(heights or [1] * rows, dtype=np.float64)
@@ -141,6 +144,7 @@ class Figure:
         """Add words beside where a gap begins in the i-th subplot; :meth:`set` finds the side with room, once all is drawn."""
         self.note(words, i, xref=f"x{_number(i)}", x=x, y=0.98, yanchor="top", yshift=yshift, xanchor="left", xshift=4)
         self._gap_notes.append((i % self.cols, self.layout["annotations"][-1]))
+        self._gap_lines[i] = self._gap_lines.get(i, 0) + 1
 
     def _place_gap_notes(self) -> None:
         room = ROOM_FOR_WORDS if self.cols == 1 else ROOM_IN_COLUMNS
@@ -148,6 +152,39 @@ class Figure:
             low, high = self._x_range(column)
             if note["x"] - low > room * (high - low):
                 note.update(xanchor="right", xshift=-4)
+
+    def leave_room(self, of: Collection[int] | None = None) -> None:
+        """Have the axes of subplots with words about gaps end above their lines, so that the words lie over none.
+
+        Args:
+            of: numbers of the subplots whose axes have no such room yet; all by default.
+        """
+        if not self._gap_lines:
+            return
+        margin = {**LOOK["layout"]["margin"], **self.layout.get("margin", {})}
+        height = self.layout["height"] - margin["t"] - margin["b"]
+        for i, lines in self._gap_lines.items():
+            if of is not None and i not in of:
+                continue
+            axis, share = self.layout.setdefault(f"yaxis{_number(i)}", {}), NOTE_PX * lines + 6
+            low, high = axis.get("domain", (0.0, 1.0))
+            share = min(MAX_NOTES, share / max(1.0, height * (high - low)))
+            ends = axis.get("range") or self._y_range(i, axis.get("type") == "log")
+            if ends is not None:
+                axis["range"] = [ends[0], ends[1] + (ends[1] - ends[0]) * share / (1 - share)]
+
+    def _y_range(self, i: int, is_log: bool) -> list[float] | None:
+        """Return the ends of a subplot's y axis with all that is drawn in it, as plotly would choose them; None without any."""
+        n = _number(i)
+        drawn = [t["y"] for t in self.data if t.get("yaxis", "y") == f"y{n}" and isinstance(t.get("y"), np.ndarray)]
+        rules = [s["y0"] for s in self.layout.get("shapes", ()) if s.get("yref") == f"y{n}" and s["type"] == "line"]
+        values = np.concatenate([*drawn, np.array(rules, np.float64)]) if drawn else np.zeros(0)
+        values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
+        if not len(values):
+            return None
+        low, high = (float(np.log10(v)) if is_log else float(v) for v in (values.min(), values.max()))
+        pad = 0.06 * (high - low) or 0.5 * abs(high) or 1.0
+        return [low - pad, high + pad]
 
     def _x_range(self, column: int) -> tuple[float, float]:
         """Return the smallest and largest x of all that is drawn in a column of subplots, whose x axes go together."""
@@ -159,6 +196,7 @@ class Figure:
         """Set the height in pixels, and other values of the layout; all traces have been added."""
         self._place_gap_notes()
         self.layout.update(height=height, **layout)
+        self.leave_room()
         return self
 
     def packed(self) -> Part:

@@ -6,17 +6,10 @@ sets text and grid lines of a plot from the page's own colours.
 
 from __future__ import annotations
 
-BLUE, SKY, GREEN, YELLOW, ORANGE, VERMILLION, PURPLE = (
-    "#0072B2",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-    "#E69F00",
-    "#D55E00",
-    "#CC79A7",
-)
+#: Their yellow is not among them: it drowns in a light page.
+BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 GREY = "#8a8f98"
-#: An eighth line beside those of Okabe and Ito: their yellow drowns in a light page.
+#: An eighth line beside those of Okabe and Ito.
 BROWN = "#a0722a"
 #: What a table says where there is no data.
 NO_DATA = "\u2013"

@@ -237,8 +237,8 @@ def _proof(view: View, run_view: RunView) -> list[Component]:
     path = shlex.quote(str(run_view.run.path))
     shown: list[Component] = []
     for name, ask in (
-        ("verify.json", "how much of the loss gap the list closes: "),
-        ("bisect.json", "which modules must leave FP8, judged by the loss alone: "),
+        ("verify.json", "how much of the loss gap the list closes"),
+        ("bisect.json", "which modules must leave FP8, judged by the loss alone"),
     ):
         command = f"fp8debug {name.removesuffix('.json')} {path} --script train.py"
         try:
@@ -247,7 +247,7 @@ def _proof(view: View, run_view: RunView) -> list[Component]:
             shown.append(note(str(error), kind="warning"))
             continue
         if found is None:
-            shown.append(note(f"Not measured yet, {ask}", code(command)))
+            shown.append(note(f"Not measured yet: {ask}. To measure it: ", code(command)))
             continue
         verdict = str(found.get("verdict", "unknown"))
         shown.append(html.H3([badge(GRADES.get(verdict, "unknown"), f"{name}: {verdict.replace('_', ' ')}")]))

@@ -7,6 +7,8 @@ not wait until all rules are imported.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
@@ -95,29 +97,99 @@ def highest_floor_db(cast: Cast) -> float:
     return -20 * math.log10(relative_error(cast)) - FLOOR_MARGIN_DB
 
 
+class Term:
+    """A number of a row as SQL text: what is computed with it is text too, so that one formula serves rows in Python and in SQL.
+
+    Args:
+        text: SQL.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        """Return the SQL."""
+        return self.text
+
+    def __add__(self, other: Term) -> Term:
+        """Return the SQL of a sum."""
+        return Term(f"({self} + {other})")
+
+    def __mul__(self, other: Term) -> Term:
+        """Return the SQL of a product."""
+        return Term(f"({self} * {other})")
+
+    def __rmul__(self, other: float) -> Term:
+        """Return the SQL of a multiple."""
+        return Term(f"({other!r} * {self})")
+
+
+Number = TypeVar("Number", float, Term)
+
+
+class Functions(NamedTuple, Generic[Number]):
+    """Smaller and larger of two numbers, and the root of one."""
+
+    least: Callable[[Number, Number], Number]
+    greatest: Callable[[Number, Number], Number]
+    root: Callable[[Number], Number]
+
+
+IN_PYTHON = Functions[float](min, max, math.sqrt)
+IN_SQL = Functions[Term](
+    lambda a, b: Term(f"least({a}, {b})"), lambda a, b: Term(f"greatest({a}, {b})"), lambda a: Term(f"sqrt({a})")
+)
+
+
+def squared_errors(cast: Cast, x: Number, scale_inv: Number, functions: Functions[Number]) -> tuple[Number, Number]:
+    """Return the squared error by a correct cast of an element of magnitude x: at random its mean, to nearest the most; the most.
+
+    The equations are those of ``rules.reading.bounds.tensor_floor_db``.
+
+    Args:
+        cast: the running cast.
+        x: the magnitude.
+        scale_inv: the largest scale.
+        functions: of this kind of number.
+    """
+    fmt = FORMATS[cast.format]
+    smallest, error = fmt.min_subnormal * scale_inv, relative_error(cast) * x
+    normal, subnormal = error * error, (0.25 * smallest) * smallest
+    if cast.rounding != "stochastic":
+        most = functions.least(x * x, functions.greatest(normal, subnormal))
+        return most, most
+    spacing = functions.greatest(2.0**-fmt.mantissa_bits * x, smallest)
+    return functions.greatest(normal, functions.least(smallest * x, subnormal)), spacing * spacing
+
+
+def sum_of_errors(cast: Cast, mean: Number, variance: Number, largest: Number, functions: Functions[Number]) -> Number:
+    """Return the most that squared errors sum to: rounded at random, but for one of 1e9 tensors (Bernstein's inequality).
+
+    Args:
+        cast: the running cast.
+        mean: sum of the means of :func:`squared_errors`.
+        variance: sum of the products of both.
+        largest: the largest of the most.
+        functions: of this kind of number.
+    """
+    if cast.rounding != "stochastic":
+        return mean
+    return mean + functions.root(2 * _CHANCE * variance) + (2 / 3 * _CHANCE) * largest
+
+
 def below_tensor_floor_sql(cast: Cast) -> str:
     """Return SQL over ``sites`` of whether a row of a cast is farther from its tensor than its magnitudes let it be (F128).
 
-    It is ``rules.reading.bounds.tensor_floor_db`` written for the query engine, which has all rows: null without a histogram.
+    It is ``rules.reading.bounds.tensor_floor_db`` for the query engine, which has all rows: null without a histogram.
     """
-    fmt, relative, step = FORMATS[cast.format], relative_error(cast), 2.0 ** -FORMATS[cast.format].mantissa_bits
-    smallest = f"({fmt.min_subnormal!r} * scale_inv_max)"
-    x = f"CASE WHEN i < {NUM_BINS} THEN least(pow(2.0, {FIRST_LOG2} + i), amax) ELSE amax END"  # the last bin has all beyond
+    # The last bin has all beyond.
+    x = Term(f"CASE WHEN i < {NUM_BINS} THEN least(pow(2.0, {FIRST_LOG2} + i), amax) ELSE amax END")
+    mean, most = squared_errors(cast, x, Term("scale_inv_max"), IN_SQL)
 
-    def of_bins(function: str, value: str) -> str:
-        return f"list_{function}([{value} for count, i in log2_hist])"
+    def of_bins(function: str, value: object) -> Term:
+        return Term(f"list_{function}([{value} for count, i in log2_hist])")
 
-    if cast.rounding == "stochastic":
-        mean = f"greatest(pow({relative!r} * {x}, 2), least({smallest} * {x}, pow({smallest} / 2, 2)))"
-        most = f"pow(greatest({step!r} * {x}, {smallest}), 2)"
-        variance, largest = (
-            of_bins("sum", f"count * {mean} * {most}"),
-            of_bins("max", f"CASE WHEN count > 0 THEN {most} ELSE 0 END"),
-        )
-        chance = f"sqrt({2 * _CHANCE!r} * {variance}) + {2 / 3 * _CHANCE!r} * {largest}"
-        bound = f"({of_bins('sum', f'count * {mean}')} + {chance})"
-    else:
-        most = f"greatest(pow({relative!r} * {x}, 2), pow({smallest} / 2, 2))"
-        bound = of_bins("sum", f"count * least(pow({x}, 2), {most})")
+    sums = of_bins("sum", f"count * {mean}"), of_bins("sum", f"count * {mean * most}")
+    bound = sum_of_errors(cast, *sums, of_bins("max", f"CASE WHEN count > 0 THEN {most} ELSE 0 END"), IN_SQL)
     is_known = "sum_x2 > 0 AND isfinite(scale_inv_max)"
     return f"({is_known} AND {bound} > 0 AND {bound} < sum_x2 * pow(10, -(sqnr_db + {FLOOR_MARGIN_DB}) / 10))"

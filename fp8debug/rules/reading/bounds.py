@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS, SCALE_FORMATS, Format
 from fp8debug.metrics.histogram import FIRST_LOG2
-from fp8debug.metrics.limits import relative_error
+from fp8debug.metrics.limits import IN_PYTHON, squared_errors, sum_of_errors
 from fp8debug.recipes import Cast
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ READ_AS_ANOTHER, READ_OR_SCALED, SCALED_FOR_ANOTHER = OF_ANOTHER_FORMAT = (
     "read-as-another-or-off-by-two",
     "scaled-for-another-format",
 )
-#: -ln of the probability by which a sum of errors that are made at random lies beyond its bound: 1e-9.
-_CHANCE = 20.7
 
 
 #: SQL: the block scales are rounded to nearest (E4M3's, of NVFP4), so that the amax of every other block clips a little.
@@ -78,18 +76,12 @@ def tensor_floor_db(cast: Cast, histogram: Sequence[int] | None, amax: float, sc
     may_clip = stored is not None and not stored.scale_only and cast.tensor_scale == "none"
     if histogram is None or cast.hadamard or may_clip or not energy or not math.isfinite(scale_inv):
         return -math.inf
-    relative, smallest = relative_error(cast), FORMATS[cast.format].min_subnormal * scale_inv
-    step = 2.0 ** -FORMATS[cast.format].mantissa_bits
     lost = variance = largest = 0.0
     for place, count in enumerate(histogram):
         x = min(2.0 ** (FIRST_LOG2 + place + 1), amax) if place < len(histogram) - 1 else amax  # the last has all beyond
-        if cast.rounding == "stochastic":
-            mean, most = max((relative * x) ** 2, min(smallest * x, (smallest / 2) ** 2)), max(step * x, smallest) ** 2
-            lost, variance = lost + count * mean, variance + count * mean * most
-            largest = max(largest, most if count else 0.0)
-        else:
-            lost += count * min(x * x, max((relative * x) ** 2, (smallest / 2) ** 2))
-    lost += math.sqrt(2 * _CHANCE * variance) + 2 / 3 * _CHANCE * largest
+        mean, most = squared_errors(cast, x, scale_inv, IN_PYTHON)
+        lost, variance, largest = lost + count * mean, variance + count * mean * most, max(largest, most if count else 0.0)
+    lost = sum_of_errors(cast, lost, variance, largest, IN_PYTHON)
     return -10 * math.log10(lost / energy) if lost else -math.inf
 
 

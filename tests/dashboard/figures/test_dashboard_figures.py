@@ -17,6 +17,7 @@ from fp8debug_dashboard.data.heat_rows import MAX_ROWS, arranged
 from fp8debug_dashboard.data.nonfinite import FINITE, NAN
 from fp8debug_dashboard.data.ranks import Spread
 from fp8debug_dashboard.data.records import BlockMap, CastRange, ExponentHistogram, Heat, History, Mark, StepSeries
+from fp8debug_dashboard.figures import axes
 from fp8debug_dashboard.figures import base as figures
 from fp8debug_dashboard.figures import compare as compare_figures
 from fp8debug_dashboard.figures import evidence as evidence_figures
@@ -397,3 +398,28 @@ def test_a_repeat_that_ended_early_shortens_no_arm() -> None:
     drawn = next(line for line in figure.data if line.get("showlegend"))
     assert drawn["x"].tolist() == [0, 1, 2]
     assert drawn["y"][[0, 2]].tolist() == [3.0, 0.5] and np.isnan(drawn["y"][1])
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_words_about_a_gap_lie_over_no_line(scale: str) -> None:
+    """The axis ends above the lines, whichever side the words are on, and reaches as far down as before."""
+    steps, states = np.arange(10, dtype=np.int32), np.array([FINITE] * 5 + [NAN] * 5, np.int8)
+    values = np.linspace(1, 3, 10, dtype=np.float32)
+    for cols, i in ((1, 0), (3, 4)):
+        figure = plots.Figure(cols, cols)
+        figures.line(figure, StepSeries(name="short", steps=steps, values=values, states=states), "#000000", i)
+        figure.over_steps()
+        figure.set(400)
+        if scale == "log":
+            axes.logarithmic(figure)
+        n = str(i + 1) if i else ""
+        (low, high), end = figure.layout[f"yaxis{n}"]["range"], np.log10(3) if scale == "log" else 3
+        share = figure.layout[f"yaxis{n}"].get("domain", (0, 1))
+        pixels = (400 - 8 - 34) * (share[1] - share[0])
+        assert low < (0 if scale == "log" else 1) and (high - end) / (high - low) * pixels >= plots.NOTE_PX + 6
+        assert all("range" not in figure.layout.get(f"yaxis{k}", {}) for k in range(2, cols * cols + 1) if k != i + 1)
+
+
+def test_a_share_that_is_0_at_every_step_is_drawn_over_no_negative_axis() -> None:
+    chart = Chart(title="share clipped", steps=[0, 1, 2], values=[0.0, 0.0, 0.0])
+    assert evidence_figures.evidence([chart], (0, 2)).layout["yaxis"]["range"] == [-0.06, 1.0]
