@@ -26,7 +26,7 @@ _NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER
 _NAME: dict[str, Any] = {"width": 262, "minWidth": 262}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "place", "headerName": "#", "type": "rightAligned", "width": 64},
-    {"field": "cause", "headerName": "Diverges", "width": 110},
+    {"field": "cause", "headerName": "Finding", "width": 110, "minWidth": 110},
     {"field": "module", "headerName": "Training", **_NAME, "tooltipField": "module"},
     {"field": "rollout_module", "headerName": "Rollout", **_NAME, "tooltipField": "rollout_module"},
     {"field": "input_nmse", "headerName": "Input", **_NUMBER},

@@ -423,3 +423,12 @@ def test_words_about_a_gap_lie_over_no_line(scale: str) -> None:
 def test_a_share_that_is_0_at_every_step_is_drawn_over_no_negative_axis() -> None:
     chart = Chart(title="share clipped", steps=[0, 1, 2], values=[0.0, 0.0, 0.0])
     assert evidence_figures.evidence([chart], (0, 2)).layout["yaxis"]["range"] == [-0.06, 1.0]
+
+
+def test_words_about_a_list_without_a_share_stand_above_the_curve() -> None:
+    points = [fallback_figures.BudgetPoint(budget=b, cost=b, recovered=10 * b, count=1) for b in (0.0, 0.05, 0.1)]
+    chosen = fallback_figures.BudgetPoint(budget=0.1, cost=0.1, recovered=None, count=1)
+    figure = fallback_figures.pareto(points, chosen)
+    (note,), (low, high) = figure.layout["annotations"], figure.layout["yaxis"]["range"]
+    below = note["y"] - 2 * plots.NOTE_PX / (figure.layout["height"] - 8 - 34)  # of two lines
+    assert low + below * (high - low) > 100 and max(figure.layout["yaxis"]["tickvals"]) == 100
