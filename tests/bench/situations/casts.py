@@ -386,3 +386,22 @@ def tile_at_the_largest_code(folder: Path) -> None:
             module.name = name
     train(model, folder / "sick", before=lambda step: now.update(step=step))
     train(Model(), folder / "clean")
+
+
+@situation(
+    11, "pytorch/ao#4652",
+    "a miscompiled kernel stores garbage in the transposed FP8 copy, some of it NaN; the copy of the forward pass is correct",
+    first="right", modules=DOWN, gemms=("wgrad",), tensors=("input",), codes=("F103", "F113", "F117", "F119", "F121", "F128"),
+    words=("cast", "kernel", "copy", "backend"), misleading=("smooth", "eps", "learning rate", "optimizer", "loss scal"),
+)  # fmt: skip
+def garbage_in_the_transposed_copy(folder: Path) -> None:
+    @altered("wgrad", "input")
+    def fault(x: Tensor, data: Tensor, scales: Tensor) -> Cast:
+        codes = data.view(torch.uint8).clone()
+        garbage = torch.randint(256, codes[8::64, :16].shape, generator=torch.Generator().manual_seed(7), dtype=torch.uint8)
+        codes[8::64, :16] = garbage
+        codes[8, 3] = 0x7F
+        return codes.view(E4M3), scales
+
+    train(with_fault(fault), folder / "sick", steps=12)
+    train(Model(), folder / "clean", steps=12)

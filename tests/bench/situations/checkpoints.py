@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.bench.situations import situation
 from tests.bench.situations.stack import (
     DOWN,
     E4M3,
+    LARGEST,
     BlockLinear,
     Cast,
     Model,
@@ -176,3 +178,76 @@ def rounded_by_a_reload(folder: Path) -> None:
         masters.clear()
 
     train(model, folder / "sick", steps=24, every=2, optimizer=optimizer, resume_from=24, after_backward=after_backward)
+
+
+class _Delayed(BlockLinear):
+    """A Linear with delayed scaling: one scale for a tensor, of the largest of the last four maxima."""
+
+    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+        history: dict[tuple[str, str], Tensor] = self.__dict__.setdefault("history", {})
+        amax, key = x.float().abs().amax().reshape(1), (gemm, tensor)
+        known = history.get(key, amax.expand(4))
+        scale = LARGEST[E4M3] / known.amax()
+        history[key] = torch.cat([known[1:], amax])
+        scales = (1 / scale).expand(len(x), -(-x.shape[1] // 128)).contiguous()
+        if torch.isfinite(scale):
+            return quantized(x.contiguous(), scales, (1, 128)), scales
+        return (x.float() * scale).to(E4M3), scales
+
+
+@situation(
+    11, "NVIDIA-NeMo/Megatron-Bridge#1730",
+    "the checkpoint lacks the amax history of delayed scaling: zeros after the resume, an infinite scale, NaN in the first step",
+    first="false alarm", tensors=("input", "weight"), gemms=("fprop",), words=("resume", "restor", "history", "checkpoint"),
+    misleading=("smooth", "learning rate", "optimizer", "loss scal"),
+)  # fmt: skip
+def history_lost_on_resume(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(_Delayed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        train(model, folder / name, steps=24, every=2, optimizer=optimizer)
+        for module in model.modules():
+            if isinstance(module, _Delayed) and name == "sick":
+                history = module.__dict__["history"]
+                history.update({key: torch.zeros(4) for key in history})
+        train(model, folder / name, steps=12, every=2, optimizer=optimizer, resume_from=24)
+
+
+@situation(
+    11, "modelscope/mcore-bridge#183",
+    "the FP8 codes of an embedding are loaded without their scale: a table that is thousands of times too large",
+    first="silent", modules=("embed",), words=("scale", "codes"),
+    misleading=("smooth", "eps", "optimizer", "learning rate", "loss scal", "history"),
+)  # fmt: skip
+def raw_codes_in_the_embedding(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        for number in range(60):  # the model of the checkpoint
+            tokens, classes = batch(number)
+            cross_entropy(model(tokens), classes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            weight = model.embed.weight
+            scale = weight.abs().amax() / LARGEST[E4M3] if name == "sick" else torch.ones(())
+            weight.copy_((weight / scale).to(E4M3).float() if name == "sick" else weight)
+        train(model, folder / name, lr=1e-4)
+
+
+@situation(
+    11, "KempnerInstitute/KempnerForge#115",
+    "a resume restores the weights and drops Adam's moments: its first updates are as large as at the start of training",
+    first="silent", words=("moment", "optimizer state", "optimizer's state"),
+    misleading=("smooth", "eps", "scale_rounding", "bf16"),
+)  # fmt: skip
+def moments_lost_on_resume(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        train(model, folder / name, steps=48, every=2, optimizer=optimizer)
+        again = copy.deepcopy(model)
+        other = torch.optim.AdamW(again.parameters(), lr=2e-3)
+        if name == "clean":
+            other.load_state_dict(optimizer.state_dict())
+        train(again, folder / name, steps=24, every=2, optimizer=other, resume_from=48)

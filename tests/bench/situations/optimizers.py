@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
     E4M3,
+    VOCABULARY,
     BlockLinear,
     Cast,
     InInputType,
     Model,
+    cross_entropy,
     train,
     values,
 )
@@ -174,3 +176,37 @@ def masters_of_fp8_values(folder: Path) -> None:
                 module.weight.copy_(values(module.cast("fprop", "weight", module.weight)))
     train(model, folder / "sick")
     train(Model(), folder / "clean")
+
+
+class _HalfEmbedding(nn.Embedding):
+    """An embedding in FP16; tokens below ``unused`` are masked."""
+
+    unused = 5
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens.clamp(min=self.unused)).float()
+
+
+@situation(
+    11, "google-deepmind/optax#1754",
+    "Adam's eps rounds to zero in FP16: 0 / 0 in the rows of the embedding that no token of the batch reads",
+    first="incomplete", modules=("embed", "blocks.0.gate", "blocks.0.up"), words=("embed.weight",),
+    misleading=("smooth", "amax", "scale_rounding", "learning rate", "loss scal"),
+)  # fmt: skip
+def epsilon_rounds_to_zero(folder: Path) -> None:
+    for name, eps in (("sick", 1e-8), ("clean", 1e-4)):
+        model = Model()
+        embed = _HalfEmbedding(VOCABULARY, 128).half()
+        with torch.no_grad():
+            embed.weight.copy_(model.embed.weight)
+        model.embed = embed
+
+        def unmask(step: int, embed: _HalfEmbedding = embed) -> None:
+            embed.unused = 5 if step < 8 else 0
+
+        rest = [p for p in model.parameters() if p is not embed.weight]
+        optimizer = torch.optim.AdamW([{"params": [embed.weight], "eps": eps}, {"params": rest}], lr=2e-3)
+        train(
+            model, folder / name, every=2, optimizer=optimizer, before=unmask,
+            loss_of=lambda out, classes: cross_entropy(out, classes) * 2.0**12,
+        )  # fmt: skip

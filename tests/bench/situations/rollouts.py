@@ -105,3 +105,35 @@ def routing_differs(folder: Path) -> None:
 
     rollouts(folder / "sick", jitter, block=_Routed)
     rollouts(folder / "clean", lambda engine: None, block=_Routed)
+
+
+@situation(
+    11, "verl-project/verl#7519",
+    "the rollout engine matches names by a part of them: its list of routers excludes gate and up projections, which run in BF16",
+    first="silent", codes=("F122",), modules=("blocks.0.gate", "blocks.0.up"), words=("bf16", "high precision", "fp8", "format"),
+    misleading=("smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def gate_and_up_excluded_in_rollout(folder: Path) -> None:
+    def spoil(engine: Any) -> None:
+        for block in engine.blocks:
+            for name in ("gate", "up"):
+                made = getattr(block, name)
+                plain = nn.Linear(made.in_features, made.out_features, bias=False)
+                plain.weight.copy_(made.weight)
+                setattr(block, name, plain)
+
+    rollouts(folder / "sick", spoil)
+
+
+@situation(
+    11, "InternLM/xtuner#2044",
+    "training casts the FP32 masters, the rollout engine casts them as they were exported, in BF16: other codes near the ties",
+    first="silent", codes=("F122",), tensors=("weight",), words=("bf16", "rounded"),
+    misleading=("smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def cast_after_an_export_in_bf16(folder: Path) -> None:
+    def spoil(engine: Any) -> None:
+        for p in engine.parameters():
+            p.copy_(p.bfloat16())
+
+    rollouts(folder / "sick", spoil)

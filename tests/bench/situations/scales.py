@@ -28,6 +28,7 @@ from tests.bench.situations.stack import (
     scaled,
     scales_of,
     train,
+    values,
     with_fault,
 )
 
@@ -437,3 +438,52 @@ def fused_bias_kernel_has_no_scale(folder: Path) -> None:
 
     train(Model(Fault, bias=True), folder / "sick")
     train(Model(Sound, bias=True), folder / "clean")
+
+
+class _Padded(BlockLinear):
+    """A Linear of tokens that are padded to a multiple of 128; wgrad's input is made of the forward pass's FP8 values.
+
+    Scales of inputs are powers of two, so that the second cast costs nothing.
+    """
+
+    padding = 0.0
+
+    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+        if tensor != "input":
+            return super().cast(gemm, tensor, x)
+        data, scales = self._power_of_two(x if gemm == "fprop" else x.t())
+        scales[TOKENS:] = self.padding
+        return (data, scales) if gemm == "fprop" else self._power_of_two(values((data, scales)).t())
+
+    def _power_of_two(self, x: Tensor) -> Cast:
+        scales = pow2_ceil(scales_of(x, (1, 128), LARGEST[E4M3]))
+        return quantized(x.contiguous(), scales, (1, 128)), scales
+
+
+class _UnwrittenPadding(_Padded):
+    padding = float("nan")
+
+
+class _PaddedBlock(Block):
+    """A block whose down projection gets its tokens in a padded buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = functional.silu(self.gate(h)) * self.up(h)
+        out: Tensor = x + self.down(functional.pad(h, (0, 0, 0, -len(h) % 128)))[: len(h)]
+        return out
+
+
+@situation(
+    11, "NVIDIA/TransformerEngine#2547",
+    "nobody writes the scales of padding rows: NaN in the buffer, which the cast for wgrad spreads over a block of tokens",
+    first="misled", modules=DOWN, gemms=("fprop", "wgrad"), tensors=("input",), codes=("F103", "F113", "F117", "F128"),
+    words=("pad", "never written", "unwritten", "uninitialized", "nan scale", "scale is nan", "scales are nan"),
+    misleading=("smooth", "eps", "learning rate", "optimizer", "loss scal"),
+)  # fmt: skip
+def unwritten_scales_of_padding(folder: Path) -> None:
+    for name, last in (("sick", _UnwrittenPadding), ("clean", _Padded)):
+        model = Model(block=_PaddedBlock)
+        model.get_submodule("blocks.1.down").__class__ = last
+        model.get_submodule("blocks.0.down").__class__ = _Padded
+        train(model, folder / name, steps=12)
