@@ -53,6 +53,10 @@ _WRITTEN = (
     "clear this operand's buffer before its cast, and check which elements the cast writes (mask, strides, rows and columns"
     " exchanged) and what else writes there; compare its codes with fp8debug.quantize(); else BF16 for this GEMM"
 )
+_FILLED = (
+    "fill the buffers of codes and scales before the cast (torch.zeros, not torch.empty), and check that it writes the rows which"
+    " hold no token (padding, what a permutation leaves out); else BF16 for this GEMM"
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,9 @@ class ZeroTileNan(Rule):
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). Where no block is zero and whole blocks became NaN, the scale itself is not
         finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. Where values lie beyond
-        what a finite scale holds, the cast does not saturate (cast-without-clamp). Where a scale is finite and single elements
+        what a finite scale holds, the cast does not saturate (cast-without-clamp). Where blocks of zeros of the same operand
+        stay finite elsewhere in that step, the cast can divide by them: nobody wrote these (nonfinite-unwritten), as rows of
+        padding in a buffer that was never filled. Where a scale is finite and single elements
         are hit, their codes were never written, or something else wrote there (nonfinite-codes). The first such cast is the
         culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
         blocks that stay zero are healthy.
@@ -126,7 +132,7 @@ class ZeroTileNan(Rule):
         origin = first_poison(run)
         if origin is not None and origin.kind != "cast":
             bad_traces = [trace for trace in bad_traces if trace.rows[0]["step"] < origin.step]
-        found = sorted((self._finding(trace) for trace in bad_traces), key=lambda f: f.order)
+        found = sorted((self._finding(run, trace) for trace in bad_traces), key=lambda f: f.order)
         if origin is not None and origin.kind == "gemm" and not found and largest_product(run, origin.row) <= MAX_RESULT:
             yield self._of_gemm(run, origin)
         if origin is not None and origin.kind in _FOREIGN and not found and not run.has("loss"):
@@ -157,14 +163,20 @@ class ZeroTileNan(Rule):
                 return traces(run, look([self._bad], _COLUMNS, rows=merged))
         return []
 
-    def _finding(self, trace: Trace) -> Finding:
+    def _finding(self, run: Run, trace: Trace) -> Finding:
         row = trace.rows[0]
         count, blocks = row["num_actual_nonfinite"], row["num_blocks"] or 0
         zero, tiny = row["num_zero_blocks"] or 0, row["num_eps_blocks"] or 0
         is_known = row["num_zero_blocks"] is not None
         is_beyond = not zero and not tiny and self.min_headroom < (row["headroom"] or 0.0) < math.inf
         is_scale = not zero and not tiny and not is_beyond and count >= row["numel"] // max(1, blocks)
-        if zero or tiny:
+        finite_module = _finite_zeros(run, trace) if zero and not tiny else None
+        if finite_module is not None:
+            cause = (
+                f"{zero} of {blocks} blocks {'was' if zero == 1 else 'were'} all zero, and such blocks stay finite in the same"
+                f" operand of {finite_module}: the cast can divide by them, so that these were never written (padding)"
+            )
+        elif zero or tiny:
             cause = f"{zero} of {blocks} blocks " + ("was" if zero == 1 else "were") + " all zero"
             cause += f" and {tiny} had an amax too small for a finite scale" if tiny else ""
         elif is_beyond:
@@ -189,6 +201,8 @@ class ZeroTileNan(Rule):
             return replace(finding, name="cast-without-clamp", cure=_CLAMP)
         if is_scale:
             return replace(finding, name="nonfinite-scale", cure=_LOAD)
+        if finite_module is not None:
+            return replace(finding, name="nonfinite-unwritten", cure=_FILLED)
         is_of_codes = is_known and not zero and not tiny
         return replace(finding, name="nonfinite-codes", cure=_WRITTEN) if is_of_codes else finding
 
@@ -254,6 +268,18 @@ class ZeroTileNan(Rule):
         explained = {(part.module, part.gemm, part.tensor) for part in misread}
         explained |= {(part.module, part.gemm, RESULTS[Gemm(part.gemm)].value) for part in misread if part.gemm}
         return any((part.module, part.gemm, part.tensor) not in explained for part in finding.sites)
+
+
+def _finite_zeros(run: Run, trace: Trace) -> str | None:
+    """Return another module of which this cast of the same operand left blocks of zeros finite in the same step."""
+    query = (
+        "SELECT module FROM sites WHERE actual AND reference = 'operand' AND step = ? AND gemm = ? AND tensor = ?"
+        " AND cast_name = ? AND module <> ? AND num_zero_blocks > 0 AND num_zero_blocks < num_blocks"
+        " AND num_nan + num_inf + num_actual_nonfinite = 0 ORDER BY call_index, module LIMIT 1"
+    )
+    key = [trace.rows[0]["step"], trace.gemm, trace.tensor, trace.cast_name, trace.module]
+    found = run.sql(query, key).to_pylist()
+    return str(found[0]["module"]) if found else None
 
 
 def _others(trace: Trace, sqnr_db: float | None) -> str:

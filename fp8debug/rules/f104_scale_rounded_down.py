@@ -10,6 +10,7 @@ from fp8debug.metrics import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.histories import operands_of_history
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
@@ -92,10 +93,14 @@ class ScaleRoundedDown(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
-        for trace in traces(run, self._look):
+        found = traces(run, self._look)
+        of_history = operands_of_history(run) if found else frozenset()
+        for trace in found:
             row = trace.worst("overflow_rate")
             rate, gain = row["overflow_rate"], row["gain"]
             declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"
+            if not declared and (trace.module, trace.gemm, trace.tensor, trace.cast_name) in of_history:
+                continue
             cause = "pow2_floor rounds scale_inv down" if declared else "the kernel makes its scale too small"
             message = (
                 f"{percent(rate)} of the {trace.gemm} {trace.tensor} clips at step {row['step']} under its own current"

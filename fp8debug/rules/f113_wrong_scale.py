@@ -13,6 +13,7 @@ from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, READ_AS_ANOTHER, SCALED_FOR_ANOTHER
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.histories import MAX_CLIPPED, MAX_CLIPPED_ACT, operands_of_history
 from fp8debug.rules.reading.misread import COLUMNS, LIMITS, misreadings
 from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
 from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
@@ -42,6 +43,10 @@ _RECALIBRATE = (
     "compute the scale from this tensor's own amax, or calibrate it on training's data; a history needs the amax of all"
     " microbatches and ranks; else BF16 here"
 )
+_FILL = (
+    "save and restore the amax history (a module's extra state) with the weights, or fill it by a few steps before the first"
+    " cast that reads it; until it holds an amax, take the scale from the tensor itself; else BF16 here"
+)
 _NOT_OWN = "static, older than the tensor, or from the amax of a part of it"
 _MAXIMUM = "divide the amax by the maximum of the format that the cast runs, as the device has it"
 #: SQL: the largest scale is no power of two, so that scales are not rounded to one.
@@ -67,8 +72,10 @@ class WrongScale(Rule):
         reported: values that are nearly equal (constants, weights one optimizer step after zero initialisation, inputs
         of few distinct tokens) round the same way, and move the gain by some percent in healthy runs. Under current scaling also
         one scale for all blocks that is too small for the tensor, so that values clip: it is a static one, or one of an
-        earlier tensor (before a checkpoint was loaded); and block scales under which some rows of a weight clip while others are
-        right, so that no element grew. Scales that differ between blocks and do not fit are F119.
+        earlier tensor (before a checkpoint was loaded). A program with delayed scaling of its own does so for a step or two,
+        whatever its casts are called: one scale that moves, and that is at times larger than its tensor needs, is of a
+        history, and is reported where more clips than a history may cost. Also block scales under which some rows of a weight
+        clip while others are right, so that no element grew. Scales that differ between blocks and do not fit are F119.
         A scale may also be applied outside the GEMM, or on the other operand's side. Not reported: an operand whose
         scale_inv is 1 in every block, because the program then multiplies before or after (that it does so was not looked
         at); and two operands whose factors make 1 together, or that are both off where their GEMM's result is right (of
@@ -106,6 +113,8 @@ class WrongScale(Rule):
         - min_exact_headroom 1.07, min_clipped 8, max_clipped_rate 0.001: the same where the one scale is no power of two, so
           that nothing was rounded down: from so many clipped elements on it was made from a smaller amax, of a part of the
           tensor or of an earlier one; an error from that share on. As in F104.
+        - max_history_rate 0.001, max_grown_rate 0.01: share of elements that clip under a scale of a history, above which it is a
+          warning, and an error; numerics.md, 4 (delayed scaling).
         - max_unused_headroom 0.9, max_spread 0.002: of scale-for-another-maximum, information: amax over what its scale holds at
           every sampled step, in all blocks at most, and its relative spread. Under current scaling without rounding it is 1; a
           constant below, while the scales of an operand of this cast change, is a margin or the maximum of another format. Where
@@ -142,6 +151,8 @@ class WrongScale(Rule):
     min_exact_headroom: float = 1.07
     min_clipped: int = 8
     max_clipped_rate: float = 0.001
+    max_history_rate: float = MAX_CLIPPED
+    max_grown_rate: float = MAX_CLIPPED_ACT
     max_unused_headroom: float = 0.9
     max_unused_headroom_pow2: float = 0.25
     min_unused_headroom: float = 0.1
@@ -227,9 +238,14 @@ class WrongScale(Rule):
                     f"{_or_codes(trace.cast, row)}"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
-        for whole in traces(run, self._clipped):
+        clipped = traces(run, self._clipped)
+        of_history = operands_of_history(run) if clipped else frozenset()
+        for whole in clipped:
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(self._is_scale)
+            is_of_history = (whole.module, whole.gemm, whole.tensor, whole.cast_name) in of_history
+            if is_of_history and trace is not None:
+                trace = trace.where(lambda row: row["overflow_rate"] > self.max_history_rate)
             if trace is None:
                 continue
             row = trace.worst("headroom")
@@ -242,6 +258,14 @@ class WrongScale(Rule):
                 finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
                 yield replace(finding, cure=_OF_BLOCKS)
                 continue
+            if row["scale_inv_max"] == 0 and trace.tensor != "weight":
+                message = (
+                    f"all of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv is 0, made from an amax"
+                    " of zero (a history or buffer that is new, was never filled, or was not restored by a resume)"
+                )
+                finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
+                yield replace(finding, cure=_FILL)
+                continue
             is_rounded = math.frexp(row["scale_inv_max"])[0] == 0.5 and row["headroom"] < 2
             why = "a power of two: rounded down after the cast, or static" if is_rounded else _NOT_OWN
             message = (
@@ -250,6 +274,8 @@ class WrongScale(Rule):
                 f" smaller ({why}){_likely(trace.cast, row['gain'])}"
             )
             is_large = row["headroom"] > self.min_headroom or row["overflow_rate"] > self.max_clipped_rate
+            if is_of_history:
+                is_large = row["overflow_rate"] > self.max_grown_rate
             severity = Severity.ERROR if is_large else Severity.WARNING
             threshold = self.min_headroom if row["headroom"] > self.min_headroom else self.min_exact_headroom
             finding = trace.finding(self, severity, message, value=row["headroom"], threshold=threshold)

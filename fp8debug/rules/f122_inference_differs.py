@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.parting import parting
+from fp8debug.rules.reading.parting import parting, precision_parts, rounded_export
 from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ class InferenceDiffers(Rule):
         fault, which then is the cause. Where both passes called modules of the same names, the first module is named whose own
         difference, given the input that it got, is at least own_share of the largest; and why: its weight, a scale, the error of
         a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules differ alike none is named.
+        Where the logits differ by no more than noise: other-precision, information: a module runs in FP8 in one path and in
+        high precision in the other, while both run other modules in FP8 (a list of exceptions that matches other names than
+        were meant). rounded-before-cast, information: both cast the weights to FP8, inference after an export in BF16, which
+        changes codes near the ties; the difference grows as updates become smaller than BF16's spacing.
 
     Why it matters
         Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
@@ -53,6 +57,9 @@ class InferenceDiffers(Rule):
         - min_share 0.5: share of the comparisons since the first one that show it.
         - own_share 0.5: of the largest own difference. max_alike 0.5: share of the compared modules; where more differ that much,
           none is named. No published basis.
+        - other-precision: in FP8 means an error of 1e-4 of the output's square or more (40 dB, where two operands in E4M3 leave
+          28.5 dB), in high precision 1e-5 or less (BF16's own is 2.7e-6). rounded-before-cast: a difference of all weights that
+          both cast within 3 dB of BF16's rounding, 55.6 dB; numerics.md, 4. Seen in xtuner #2044.
         - Seen in verl #7519; numerics.md, 5 (trained in FP8, served in BF16).
     """
 
@@ -82,6 +89,8 @@ class InferenceDiffers(Rule):
         bad, threshold = [row for row in rows if self._exceeds(row, self.max_nmse, self.max_kl)], self.max_nmse
         if not bad:
             bad, threshold = self._after_jump(rows), self.jump_nmse
+        if not bad:
+            yield from self._quiet(run)
         if not bad or len(bad) < self.min_share * sum(row["step"] >= bad[0]["step"] for row in rows):
             return
         worst = max(bad, key=lambda row: float(row["inference_nmse"]))
@@ -102,6 +111,16 @@ class InferenceDiffers(Rule):
             yield replace(finding, message=f"{message}; the first module that parts is {part.module}: {part.why}",
                           module=part.module, gemm="fprop", tensor=part.tensor, call_index=part.place,
                           cure=part.cure or self.cure)  # fmt: skip
+
+    def _quiet(self, run: Run) -> Iterable[Finding]:
+        """Return what the two paths do otherwise while their logits hardly differ, as information."""
+        steps = run.sql("SELECT min(step) AS first, max(step) AS last FROM events WHERE kind = 'inference'").to_pylist()[0]
+        looks = (("other-precision", precision_parts), ("rounded-before-cast", rounded_export))
+        for name, part in ((name, look(run, self.min_share)) for name, look in looks):
+            if part is not None:
+                yield Finding(code=self.code, name=name, severity=Severity.INFO, steps=(steps["first"], steps["last"]),
+                              ranks=tuple(run.ranks), value=None, threshold=None, message=part.why, module=part.module,
+                              gemm="fprop", tensor=part.tensor, call_index=part.place, cure=part.cure or self.cure)  # fmt: skip
 
     @staticmethod
     def _exceeds(row: dict[str, Any], nmse: float, kl: float) -> bool:

@@ -13,6 +13,7 @@ from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, most_underflow, tensor_floor_db
 from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.histories import Operand, operands_of_history
 from fp8debug.rules.reading.traces import SCALE_COLUMNS, Trace, num_right, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ class OperandDiffers(Rule):
         """Return the operands that are not their tensor."""
         found = traces(run, self._look)
         is_elsewhere = scaled_elsewhere(run, found)
+        of_history = operands_of_history(run) if found else frozenset()
         named: set[tuple[str, str, str]] = set()
         for whole in found:
             cast = whole.cast
@@ -263,6 +265,9 @@ class OperandDiffers(Rule):
             floor = limits.operand_floor_db(cast, self.margin_db, self.delayed_sqnr_db)
             trace = whole.where(lambda row, cast=cast, floor=floor: row["sqnr_db"] < self._floor_of(cast, row, floor))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
+            if trace is not None and is_current and self._site(trace) in of_history:
+                fitting = trace.where(lambda row: (row["headroom"] or 0.0) <= 1)  # a scale of a history clips for a step
+                trace = fitting or (trace if trace.lasting(self.delayed_steps, self.warmup) else None)
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
                 named.add((trace.module, trace.gemm, trace.tensor))
                 finding = self._finding(trace, self._floor_of(cast, trace.least("sqnr_db"), floor), is_current)
@@ -289,6 +294,10 @@ class OperandDiffers(Rule):
         )
         found = trace.finding(self, Severity.WARNING, message, value=row["max_abs_err"], threshold=self.min_of_nothing)
         return replace(found, name="data-of-nothing")
+
+    @staticmethod
+    def _site(trace: Trace) -> Operand:
+        return trace.module, trace.gemm, trace.tensor, trace.cast_name
 
     @staticmethod
     def _unexplained(cast: Cast | None, row: dict[str, Any]) -> float:

@@ -23,6 +23,8 @@ QUICK = (
     *("offloaded_input_read_too_early", "not_gathered_after_loading", "e5m2_read_as_e4m3", "gradients_on_top_of_weights"),
     *("norm_output_is_overwritten", "no_weight_gradient", "rounded_by_a_reload"),
     *("maximum_below_two", "scale_of_the_first_rank", "masters_of_fp8_values", "rows_stored_in_the_first"),
+    *("unwritten_scales_of_padding", "history_lost_on_resume", "moments_lost_on_resume"),
+    *("gate_and_up_excluded_in_rollout", "cast_after_an_export_in_bf16"),
     *("stale_placeholder", "gradient_of_an_empty_group", "one_use_counted_twice", "transpose_unpacked_first"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,30 @@ def test_an_operand_at_fault_explains_inference(tmp_path: Path) -> None:
 def test_inference_that_is_suddenly_further_away(tmp_path: Path) -> None:
     (finding,) = triage(build(tmp_path / "run", steps={**sick.compared(0.015, 0.004), 40: sick.compared(1e-4, 1e-5)[40]}))
     assert (finding.code, finding.steps, finding.threshold) == ("F122", (60, 80), 0.01)
+
+
+@pytest.mark.parametrize(("modules", "name", "words"), [
+    ({"a": (0.0, 1e-3, 0.0), "b": (0.0, 1e-3, 1e-3)}, "other-precision", "inference runs a in high precision"),
+    ({"a": (0.0, 1e-3, 1e-3), "b": (0.0, 2e-6, 1e-3), "c": (0.0, 0.0, 1e-3)}, "other-precision", "training runs b and 1 more"),
+    ({"a": (2.7e-6, 1e-3, 1e-3), "b": (2.6e-6, 1e-3, 1e-3)}, "rounded-before-cast", "what BF16 makes of training's"),
+    ({"a": (0.0, 1e-3, 0.0), "b": (0.0, 1e-3, 2e-6)}, None, ""),  # inference is in BF16
+    ({"a": (0.0, 0.0, 1e-3), "b": (0.0, 0.0, 1e-3)}, None, ""),  # training is
+    ({"a": (0.0, 1e-3, 1e-3), "head": (0.0, 0.0, 0.0)}, None, ""),  # a head in BF16 in both
+    ({"a": (2.7e-6, 1e-3, 0.0), "b": (2.7e-6, 1e-3, 0.0)}, None, ""),  # an export in BF16, served so
+    ({"a": (0.0, 1e-3, 3e-5), "b": (0.0, 1e-3, 1e-3)}, None, ""),  # neither in FP8 nor exact
+])  # fmt: skip
+def test_paths_that_run_other_modules_in_fp8(
+    tmp_path: Path, modules: dict[str, tuple[float, float, float]], name: str | None, words: str
+) -> None:
+    measures = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")]
+    rows = {
+        fqn: [weight, 1.0, 0.0, 0.0, training, 1.0, inference, 1.0, 1.0] for fqn, (weight, training, inference) in modules.items()
+    }
+    text = json.dumps({"measures": [*measures, "rows"], "modules": rows})
+    events = [(step, "inference", None, text) for step in (40, 60, 80)]
+    found = triage(build(tmp_path / "run", steps=sick.compared(1e-4, 1e-5), events=events))
+    assert [(f.code, f.name, f.severity, f.steps) for f in found] == ([("F122", name, Severity.INFO, (40, 80))] if name else [])
+    assert all(words in f.message for f in found)
 
 
 def test_a_layer_at_fault_explains_a_divergence(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from fp8debug.rules import RULES, Severity, triage
 from tests.rules import sick_sites as sick
 from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT, OUTLIER, WEIGHT, share
-from tests.rules.sick_sites import FOREIGN, STALE, WGRAD, of_energy, rotated, shifted
+from tests.rules.sick_sites import DGRAD, FOREIGN, STALE, WGRAD, of_energy, rotated, shifted
 from tests.synthetic import MODULES, Override, build
 
 MESSAGES = {
@@ -162,6 +162,42 @@ def test_single_codes_that_are_not_finite(tmp_path: Path, recipe: str, sqnr_db: 
     assert (finding.name, finding.module) == ("nonfinite-codes", CULPRIT)
     assert "no block was all zero" in finding.message and "these codes were never written" in finding.message
     assert ("the finite elements are wrong too (5.0 dB)" in finding.message) is are_wrong
+
+
+def test_a_program_with_a_history_of_its_own_clips_for_a_step(tmp_path: Path) -> None:
+    def scaled(headroom: float, rate: float, steps: tuple[int, int]) -> Override:
+        one = {name: lambda row: row["amax"] / 448 / headroom for name in ("scale_inv_min", "scale_inv_max")}
+        slots = {**one, "headroom": headroom, "num_saturated": share(rate)}
+        return Override(**{**INPUT, "module": "*", "gemm": None, "steps": steps}, slots=slots)
+
+    steps = [(start, start + 1) for start in range(0, 100)]
+    shares = [0.7 + 0.07 * (start % 4) for start in range(0, 100)]
+    history = [scaled(at, 0.0, step) for step, at in zip(steps, shares, strict=True)]
+    assert triage(build(tmp_path / "healthy", overrides=[*history, scaled(1.4, 0.0005, (50, 51))])) == []
+    told = triage(build(tmp_path / "sick", overrides=[*history, scaled(1.4, 0.03, (50, 51))]))
+    assert {f.code for f in told} == {"F113"} and told[0].severity == Severity.ERROR
+    part = [scaled(1.1, 0.0005, step) for step in steps]  # an amax of a part of the tensor never exceeds the tensor's
+    assert {f.code for f in triage(build(tmp_path / "part", overrides=part))} >= {"F113"}
+
+
+def test_an_empty_history_is_told_as_one(tmp_path: Path) -> None:
+    slots = {"scale_inv_min": 0.0, "scale_inv_max": 0.0, "headroom": 3e38, "num_saturated": share(1.0)}
+    (finding,) = (f for f in triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=slots)])) if f.code == "F113")
+    assert "made from an amax of zero" in finding.message and finding.cure.startswith("save and restore the amax history")
+
+
+def test_zeros_that_the_cast_can_divide_by_elsewhere_were_never_written(tmp_path: Path) -> None:
+    padded = {"num_zero_blocks": 4, "num_zero": 4 * 128}
+    sick = Override(**INPUT, slots={**padded, "num_actual_nonfinite": 4 * 128})
+    (finding,) = (f for f in triage(build(tmp_path / "alone", overrides=[sick])) if f.code == "F103")
+    assert finding.name == "zero-tile-nan" and "amax_eps" in finding.cure
+    other = Override(**{**INPUT, "module": "blocks.0.attn.out"}, slots=padded)
+    (finding,) = (f for f in triage(build(tmp_path / "both", overrides=[other, sick])) if f.code == "F103")
+    assert (finding.name, finding.module) == ("nonfinite-unwritten", CULPRIT)
+    assert "the same operand of blocks.0.attn.out" in finding.message and "eps" not in finding.cure
+    dgrad = Override(**{**DGRAD, "module": "blocks.0.attn.out"}, slots=padded)  # another operand has a cast of its own
+    (finding,) = (f for f in triage(build(tmp_path / "gradient", overrides=[dgrad, sick])) if f.code == "F103")
+    assert finding.name == "zero-tile-nan"
 
 
 def test_a_weight_that_is_wrong_from_the_first_step_is_another_one(tmp_path: Path) -> None:

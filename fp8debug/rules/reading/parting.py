@@ -8,7 +8,7 @@ training; what lies above that of the others is a module's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,11 @@ ROUNDING = 0.0005, 0.004
 MIN_EXCESS = 2.0
 #: Below it two weights are the same but for BF16's rounding (55.6 dB).
 SAME = 1e-5
+#: Squared relative error of a GEMM's result from which on its module runs in FP8 (40 dB; two operands in E4M3 leave 28.5 dB). In
+#: high precision it is at most SAME.
+LOW_PRECISION = 1e-4
+#: Squared relative difference that rounding to BF16 makes, 55.6 dB (numerics.md, 4), and 3 dB on either side.
+BF16_ROUNDING = 1.4e-6, 5.5e-6
 #: Factors of two weights that one fault scales alike are as near to each other; what FP8's rounding changes of a weight's gain
 #: (numerics.md, 4: act beyond 5 %, warn beyond 1 %).
 SAME_GAIN, ROUNDED_GAIN = 0.1, 0.01
@@ -94,6 +99,84 @@ def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float
     found = _explained(name, names.index(name), modules[name])
     more = f"; so {'is that' if len(same) == 1 else 'are those'} of {len(same)} more" if same else ""
     return replace(found, why=found.why + more)
+
+
+def precision_parts(run: Run, min_share: float) -> Parting | None:
+    """Return the module that one path runs in FP8 and the other does not, where both run other modules in FP8.
+
+    A path that has no FP8 at all is another recipe, not another list of modules.
+
+    Args:
+        run: a run.
+        min_share: share of the comparisons that show it.
+    """
+    return _lasting(run, _other_precision, min_share)
+
+
+def rounded_export(run: Run, min_share: float) -> Parting | None:
+    """Return the first module whose weight is in inference what BF16 makes of training's, where both paths cast it to FP8.
+
+    Args:
+        run: a run.
+        min_share: share of the comparisons that show it.
+    """
+    return _lasting(run, _rounded, min_share)
+
+
+def _lasting(run: Run, look: Callable[[dict[str, dict[str, float | None]]], Parting | None], min_share: float) -> Parting | None:
+    query = "SELECT message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
+    compared = [modules for modules in (_modules(row["message"]) for row in run.sql(query).to_pylist()) if modules]
+    found = [part for part in map(look, compared) if part is not None]
+    return found[0] if found and len(found) >= min_share * len(compared) else None
+
+
+def _precisions(modules: Mapping[str, Mapping[str, float | None]]) -> dict[str, tuple[bool, bool]] | None:
+    """Return which modules run in FP8 in training and in inference; None where one of them is neither in FP8 nor exact."""
+    errors = {name: (m["training"], m["inference"]) for name, m in modules.items()}
+    known = {name: (a, b) for name, (a, b) in errors.items() if a is not None and b is not None}
+    if any(SAME < error < LOW_PRECISION for pair in known.values() for error in pair):
+        return None
+    return {name: (a >= LOW_PRECISION, b >= LOW_PRECISION) for name, (a, b) in known.items()}
+
+
+def _other_precision(modules: dict[str, dict[str, float | None]]) -> Parting | None:
+    precisions = _precisions(modules)
+    if precisions is None or (True, True) not in precisions.values():
+        return None
+    parts = {name: pair for name, pair in precisions.items() if pair[0] != pair[1]}
+    if not parts:
+        return None
+    name, (in_training, _) = next(iter(parts.items()))
+    same = [other for other, pair in parts.items() if pair[0] == in_training]
+    low, high = ("training", "inference") if in_training else ("inference", "training")
+    more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+    error = modules[name][low] or 0.0
+    why = (
+        f"{high} runs {name}{more} in high precision, where {low} runs {'them' if more else 'it'} in FP8 (an error of"
+        f" {error:.2g} of the output's square), and both run other modules in FP8"
+    )
+    cure = (
+        "compare the modules that each path leaves out of FP8 by their full names (a list that matches a part of a name, as"
+        " mlp.gate in mlp.gate_up_proj, takes others with it), and run each module alike in both"
+    )
+    return Parting(module=name, tensor="output", why=why, cure=cure, place=list(modules).index(name))
+
+
+def _rounded(modules: dict[str, dict[str, float | None]]) -> Parting | None:
+    cast = [name for name, pair in (_precisions(modules) or {}).items() if pair == (True, True)]
+    rounded = [name for name in cast if BF16_ROUNDING[0] <= (modules[name]["weight"] or 0.0) <= BF16_ROUNDING[1]]
+    if not rounded or len(rounded) < len(cast):
+        return None
+    name = rounded[0]
+    why = (
+        f"the weights of {len(rounded)} modules, first {name}, are in inference what BF16 makes of training's (a difference"
+        f" of {modules[name]['weight']:.2g} of their square), and both cast them to FP8: near a tie the codes differ"
+    )
+    cure = (
+        "cast the same values in both paths: round the FP32 masters to BF16 before training's cast, as the export does, or export"
+        " the codes and scales that training has"
+    )
+    return Parting(module=name, tensor="weight", why=why, cure=cure, place=list(modules).index(name))
 
 
 def _modules(message: str) -> dict[str, dict[str, float | None]] | None:

@@ -18,15 +18,19 @@ OTHER = fp8debug.get_recipe("blockwise_pow2").replace(amax_eps=1e-6)
 
 
 def record(path: Path, recipe: str | Recipe, start: int, *, model: nn.Module | None = None, **options: object) -> None:
-    """Train four steps; one that is given no model goes on with the weights of the part before."""
-    weights = path.parent / "weights.pt"
+    """Train four steps; one that is given no model goes on with the weights of the part before, all with its moments."""
+    weights, moments = path.parent / "weights.pt", path.parent / "moments.pt"
     if model is None:
         model = net(recipe)  # type: ignore[arg-type]  # a recipe is as good as its name
         if start and weights.exists():
             model.load_state_dict(torch.load(weights))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if start and moments.exists():
+        optimizer.load_state_dict(torch.load(moments))
     with fp8debug.watch(model, path, every=2, resume_from=start or None, what_if=(), **options) as watch:  # type: ignore[arg-type]
-        train(model, 4, after=lambda _, loss: watch.step(loss=loss))
+        train(model, 4, optimizer=optimizer, after=lambda _, loss: watch.step(loss=loss))
     torch.save(model.state_dict(), weights)
+    torch.save(optimizer.state_dict(), moments)
 
 
 def differing(path: Path) -> list[str]:
@@ -120,6 +124,19 @@ def test_a_checkpoint_without_settings_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="states no FP8 settings"):
         record(tmp_path / "run", "blockwise", 0, checkpoint=tmp_path)
     record(tmp_path / "run2", "blockwise", 0)
+
+
+def test_moments_that_were_not_loaded_are_a_finding(tmp_path: Path) -> None:
+    record(tmp_path / "run", "blockwise", 0)
+    (tmp_path / "moments.pt").unlink()
+    record(tmp_path / "run", "blockwise", 4)
+    (finding,) = fp8debug.triage(tmp_path / "run")
+    assert (finding.code, finding.name, finding.severity, finding.steps) == ("F150", "moments-begin-anew", "warning", (4, 4))
+    assert "in 7 of 7 weights" in finding.message
+    (tmp_path / "again").mkdir()
+    record(tmp_path / "again" / "run", "blockwise", 0)
+    record(tmp_path / "again" / "run", "blockwise", 4)
+    assert [f.message for f in fp8debug.triage(tmp_path / "again" / "run")] == []
 
 
 def test_weights_that_were_not_loaded_are_a_finding_and_loaded_ones_are_none(tmp_path: Path) -> None:

@@ -205,7 +205,8 @@ def epsilon_rounds_to_zero(folder: Path) -> None:
             embed.unused = 5 if step < 8 else 0
 
         rest = [p for p in model.parameters() if p is not embed.weight]
-        optimizer = torch.optim.AdamW([{"params": [embed.weight], "eps": eps}, {"params": rest}], lr=2e-3)
+        groups: list[dict[str, Any]] = [{"params": [embed.weight], "eps": eps}, {"params": rest}]
+        optimizer = torch.optim.AdamW(groups, lr=2e-3)
         train(
             model, folder / name, every=2, optimizer=optimizer, before=unmask,
             loss_of=lambda out, classes: cross_entropy(out, classes) * 2.0**12,
