@@ -31,8 +31,9 @@ _MIN_COSINE = 0.999
 #: rows differ a hundredfold [measured]; and of codes far from their tensor in size, which chance does not give them.
 _MIN_OUTSIDE_COSINE, _MIN_FAR_COSINE, _FAR_GAIN = 0.5, 0.1, 16.0
 #: Cosine of a result and its product from which on the result is right but for noise, as in F128; and how many times its squared
-#: error both operands have whose scales make up for each other. An operand's error is found in the result at its own size, and
-#: both operands' add. No published basis for the margin of 6 dB.
+#: error both operands have whose scales make up for each other. Closed form: an operand's error is found in the result at its own
+#: size, and those of both add where they are independent, so that the smaller one is at most half the result's. 4 lies 9 dB above
+#: that half; an error of both operands by one factor is the thing looked for, and has no upper limit.
 _MIN_RESULT_COSINE, _COMPENSATED = 0.9, 4.0
 #: Of rows that join several tensors: distance of norm ratio from 1, and of a cosine from a share in units of its own; tensors.
 _MAX_DISTANCE, _MAX_JOINED = 0.1, 8
