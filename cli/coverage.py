@@ -120,7 +120,8 @@ def _print_table(run: Run, rows: Sequence[Mapping[str, Any]], lost: Sequence[Los
     for one in lost:
         echo(f"warning: {one_line(str(one))}")
     for entry in run.manifest.get("filters") or ():
-        echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
+        number = entry.get("matched")
+        echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {number} module{'' if number == 1 else 's'}")
     for module in run.manifest.get("outside") or ():
         echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
 

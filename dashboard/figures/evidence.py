@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp8debug.reports.evidence import MIN_SPREAD
+from fp8debug.reports.svg import MIN_SPREAD
 
 from ..data.nonfinite import states_of
 from ..data.records import Floats

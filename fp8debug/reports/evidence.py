@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fp8debug.reports.svg import Chart
+from fp8debug.reports.svg import MIN_SPREAD, Chart
 from fp8debug.rules import Finding, Findings
 from fp8debug.rules.reading.losses import read_losses
 from fp8debug.store.read.run import Run
@@ -23,8 +23,6 @@ COLUMNS = {
     "amax": "amax",
 }
 MAX_PANELS = 4
-#: What moves less than that is noise, and no evidence.
-MIN_SPREAD = 0.05
 OPERANDS = tuple(role.value for role in (TensorRole.INPUT, TensorRole.WEIGHT, TensorRole.GRAD_OUTPUT))
 
 
@@ -58,7 +56,7 @@ def _finite(column: str) -> str:
 
 
 def _moves(values: Sequence[float | None]) -> bool:
-    """Return whether values spread by more than ``MIN_SPREAD`` of the largest, or become NaN."""
+    """Return whether values spread by more than ``MIN_SPREAD`` of the largest (less is noise, and no evidence), or become NaN."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if any(value is not None and not math.isfinite(value) for value in values):
         return True

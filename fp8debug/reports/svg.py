@@ -13,6 +13,10 @@ MAX_POINTS = 800
 #: Stretches of NaN or Inf that are shaded and named.
 MAX_GAPS = 4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 22, 24
+#: Height of a line of text, which values leave free below them for the words about NaN or Inf.
+_LINE = 16
+#: Of the largest value the least that an axis spans: drawn from end to end, noise would look like a change.
+MIN_SPREAD = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +79,11 @@ class Chart:
         levels = low, high = min(ends), max(ends)
         if low == high:
             low, high = (low / 2, high * 2) if is_log else (low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05)
+        elif not is_log and high - low < (least := MIN_SPREAD * max(abs(low), abs(high))):
+            low, high = (low + high - least) / 2, (low + high + least) / 2
         steps = [*self.steps, *(step for line in beside for step, _ in line)]
         first, last = min(steps), max(*steps, min(steps) + 1)
-        size = {"width": self.width, "height": self.height}
+        size = {"width": self.width, "height": self.height, "room": _LINE if any(True for _ in self._gaps()) else 0}
         return _Plot(first=first, last=last, low=low, high=high, levels=levels, is_log=is_log, **size)
 
     def _gaps(self) -> Iterator[tuple[int, int | None, str]]:
@@ -101,7 +107,8 @@ class Chart:
 class _Plot:
     """Axes of a chart, from step ``first`` to ``last`` and from ``low`` to ``high``, and the elements that lie on them.
 
-    ``levels`` are the ends that values reach: where all are the same, the axis goes on to both sides of it.
+    ``levels`` are the ends that values reach: where they differ little, the axis goes on to both sides of them. ``room`` pixels
+    below the lowest end are free for words.
     """
 
     first: int
@@ -112,6 +119,7 @@ class _Plot:
     is_log: bool
     width: int
     height: int
+    room: int
 
     @property
     def right(self) -> int:
@@ -131,14 +139,17 @@ class _Plot:
     def down(self, value: float) -> float:
         low, high = self.low, self.high
         ratio = math.log(value / low) / math.log(high / low) if self.is_log else (value - low) / (high - low)
-        return self.bottom - ratio * (self.bottom - _TOP)
+        floor = self.bottom - self.room
+        return floor - ratio * (floor - _TOP)
 
     def title(self, text: str) -> str:
         return f"<text x='{_LEFT}' y='14' class='name'>{escape(text)}{' (log scale)' if self.is_log else ''}</text>"
 
     def frame(self) -> Iterator[str]:
-        """Yield the ends of the steps and of the values."""
-        for value in dict.fromkeys(self.levels):
+        """Yield the ends of the steps and of the values; of two values without room for two texts the lower one."""
+        low, high = self.levels
+        has_room = self.down(low) - self.down(high) >= _LINE
+        for value in (low, high) if has_room else (low,):
             yield self.level(self.down(value), "grid")
             yield f"<text x='{_LEFT - 6}' y='{self.down(value) + 4:.1f}' class='tick end'>{value:.3g}</text>"
         yield f"<text x='{_LEFT}' y='{self.height - 6}' class='tick'>step {self.first}</text>"

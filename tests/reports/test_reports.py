@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -294,3 +295,14 @@ def test_a_long_line_keeps_its_extremes() -> None:
     assert len(kept) <= MAX_POINTS
     assert {(77_777, 9.0), (11_111, -9.0)} <= set(kept)
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+
+
+def test_noise_is_drawn_as_noise_and_words_about_nan_lie_over_no_line() -> None:
+    """From end to end a change of 1e-4 looked like a jump between two labels that were equal."""
+    values = [2.0, 2.0002, 2.0, 2.0001, math.nan, math.nan]
+    svg = Chart(title="share", steps=range(0, 60, 10), values=values).to_svg()
+    heights = [float(at) for at in re.findall(r"cy='([\d.]+)'", svg)]
+    (words,) = re.findall(r"y='([\d.]+)' class='tick strong[^']*'>NaN from step 40<", svg)
+    assert max(heights) - min(heights) < 5 and svg.count(">2</text>") == 1
+    low = Chart(title="falls", steps=range(0, 60, 10), values=[9.0, 5.0, 1.0, 1.0, math.nan, math.nan]).to_svg()
+    assert max(float(at) for at in re.findall(r"cy='([\d.]+)'", low)) <= float(words) - 9
