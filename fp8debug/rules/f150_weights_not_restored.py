@@ -83,7 +83,7 @@ class WeightsNotRestored(Rule):
           most the sum of their RMS. The RMS of one update is the largest that `updates` has of the weight; where no optimizer
           was recorded, the largest change a step between sampled steps before the resume, or the median one after it, or
           the learning rate where `steps` has it. The factor is for what was not sampled; no published basis.
-        - min_jump 0.1: share of the RMS below which no jump is told. No published basis.
+        - min_jump 0.1: share of the RMS below which no jump is reported. No published basis.
         - min_exact_db 100, max_sqnr_db 45: SQNR of the cast after a resume and before it, as in F137: FP32 arithmetic leaves 120
           dB and more, BF16 55.6 dB, FP8 31.5 dB; numerics.md, 4.
         - min_range_log2 4: of weights-begin-rounded, binades between largest and smallest magnitude, below which a weight may lie
@@ -94,7 +94,7 @@ class WeightsNotRestored(Rule):
           leaves, to 4e-8 in FP32 [measured]. A moment from before adds 81 % of its own square: 0.05 of the gradient's where these
           are independent.
         - max_grown 30: of moments-begin-anew, RMS of the gradient over that of the last sampled step before, up to which it
-          is told: a gradient so large hides a moment, to 0.0004 of its square at 100 times. No published basis.
+          is reported: a gradient so large hides a moment, to 0.0004 of its square at 100 times. No published basis.
         - Megatron-LM #6920, #6666, TransformerEngine #1121, KempnerForge #115; numerics.md, 5.
     """
 
