@@ -67,9 +67,9 @@ class ZeroTileNan(Rule):
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). Where no block is zero and whole blocks became NaN, the scale itself is not
         finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. Where values lie beyond
-        what a finite scale holds, the cast does not saturate (cast-without-clamp). Where blocks of zeros of the same operand
-        stay finite elsewhere in that step, the cast can divide by them: nobody wrote these (nonfinite-unwritten), as rows of
-        padding in a buffer that was never filled. Where a scale is finite and single elements
+        what a finite scale holds, the cast does not saturate (cast-without-clamp). Where the same cast left blocks of zeros of
+        another operand of the module finite, or of this one at another step, it can divide by them: nobody wrote these
+        (nonfinite-unwritten), as rows of padding in a buffer that was never filled. Where a scale is finite and single elements
         are hit, their codes were never written, or something else wrote there (nonfinite-codes). The first such cast is the
         culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
         blocks that stay zero are healthy.
@@ -170,11 +170,11 @@ class ZeroTileNan(Rule):
         is_known = row["num_zero_blocks"] is not None
         is_beyond = not zero and not tiny and self.min_headroom < (row["headroom"] or 0.0) < math.inf
         is_scale = not zero and not tiny and not is_beyond and count >= row["numel"] // max(1, blocks)
-        finite_module = _finite_zeros(run, trace) if zero and not tiny else None
-        if finite_module is not None:
+        finite_operand = _finite_zeros(run, trace) if zero and not tiny else None
+        if finite_operand is not None:
             cause = (
-                f"{zero} of {blocks} blocks {'was' if zero == 1 else 'were'} all zero, and such blocks stay finite in the same"
-                f" operand of {finite_module}: the cast can divide by them, so that these were never written (padding)"
+                f"{zero} of {blocks} blocks {'was' if zero == 1 else 'were'} all zero, and the same cast left such blocks of its"
+                f" {finite_operand} finite: it can divide by them, so that these were never written (padding)"
             )
         elif zero or tiny:
             cause = f"{zero} of {blocks} blocks " + ("was" if zero == 1 else "were") + " all zero"
@@ -201,7 +201,7 @@ class ZeroTileNan(Rule):
             return replace(finding, name="cast-without-clamp", cure=_CLAMP)
         if is_scale:
             return replace(finding, name="nonfinite-scale", cure=_LOAD)
-        if finite_module is not None:
+        if finite_operand is not None:
             return replace(finding, name="nonfinite-unwritten", cure=_FILLED)
         is_of_codes = is_known and not zero and not tiny
         return replace(finding, name="nonfinite-codes", cure=_WRITTEN) if is_of_codes else finding
@@ -271,15 +271,17 @@ class ZeroTileNan(Rule):
 
 
 def _finite_zeros(run: Run, trace: Trace) -> str | None:
-    """Return another module of which this cast of the same operand left blocks of zeros finite in the same step."""
+    """Return an operand of the module in whose blocks of zeros the same cast left all finite; None if there is none.
+
+    The operands of other modules say nothing: their casts may have an amax eps of their own.
+    """
     query = (
-        "SELECT module FROM sites WHERE actual AND reference = 'operand' AND step = ? AND gemm = ? AND tensor = ?"
-        " AND cast_name = ? AND module <> ? AND num_zero_blocks > 0 AND num_zero_blocks < num_blocks"
-        " AND num_nan + num_inf + num_actual_nonfinite = 0 ORDER BY call_index, module LIMIT 1"
+        "SELECT gemm, tensor FROM sites WHERE actual AND reference = 'operand' AND module = ? AND cast_name = ?"
+        " AND num_zero_blocks > 0 AND num_zero_blocks < num_blocks AND num_nan + num_inf + num_actual_nonfinite = 0"
+        " ORDER BY step, gemm, tensor LIMIT 1"
     )
-    key = [trace.rows[0]["step"], trace.gemm, trace.tensor, trace.cast_name, trace.module]
-    found = run.sql(query, key).to_pylist()
-    return str(found[0]["module"]) if found else None
+    found = run.sql(query, [trace.module, trace.cast_name]).to_pylist()
+    return f"{found[0]['gemm']} {found[0]['tensor']}" if found else None
 
 
 def _others(trace: Trace, sqnr_db: float | None) -> str:
