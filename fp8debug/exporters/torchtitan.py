@@ -1,16 +1,16 @@
 """torchtitan: ``filter_fqns`` and ``fqns`` of its quantization converters, in a Python file.
 
 torchtitan 0.3 has five converters. ``Float8LinearConverter`` leaves a Linear out when one entry of ``filter_fqns`` is a
-*substring* of its name: ``layers.1`` also hits ``layers.10``. ``MXFP8LinearConverter`` and ``NVFP4LinearConverter`` convert a
-Linear when one entry of ``fqns`` is; without entries they convert all. The two converters of experts have no list. The whole
-name is the longest, and so the most exact, entry there is; where it is a part of another module's name, no entry exists that
-hits the one alone.
+*substring* of its name: ``layers.1`` also hits ``layers.10``. ``MXFP8LinearConverter`` and ``NVFP4LinearConverter`` convert
+a Linear when one entry of ``fqns`` is; without entries they convert all. A run of Fp8Linears gets the lists of its recipe.
+The two converters of experts have no list. The whole name is the longest, and so the most exact, entry there is; where it
+is a part of another module's name, no entry exists that hits the one alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.exporters.base import (
     EXPORTERS,
@@ -40,10 +40,10 @@ ALLOW_USAGE = """#
 #
 # A list without entries converts every Linear: leave such a converter out.
 """
-#: Allow-lists by the class of the modules: name of the list, converter, precision.
+#: Allow-lists by the precision of the modules: name of the list, converter, class that it makes of a Linear.
 ALLOWED = {
-    "NVFP4Linear": ("NVFP4_FQNS", "NVFP4LinearConverter", "nvfp4"),
-    "MXFP8Linear": ("MXFP8_FQNS", "MXFP8LinearConverter", "mxfp8"),
+    "nvfp4": ("NVFP4_FQNS", "NVFP4LinearConverter", "NVFP4Linear"),
+    "mxfp8": ("MXFP8_FQNS", "MXFP8LinearConverter", "MXFP8Linear"),
 }
 #: Converters of experts by how the classes that they make begin.
 EXPERTS = {"MXFP8": "MXFP8GroupedExpertsConverter", "Float8": "Float8GroupedExpertsConverter"}
@@ -94,17 +94,15 @@ class TorchtitanExporter(Exporter):
 
     def _allowed(self, run: Run, fallbacks: Sequence[Fallback]) -> dict[str, list[str]]:
         """Return the allow-lists of a run that has MXFP8 or NVFP4 Linears; nothing for one of FP8."""
-        kinds = {str(m["fqn"]): str(m.get("kind")) for m in run.modules if m.get("fp8")}
-        if not set(kinds.values()) & set(ALLOWED):
+        precisions = {str(m["fqn"]): _precision(m) for m in run.modules if m.get("fp8")}
+        if not any(precisions.values()):
             return {}
         changed = whole_modules(run, fallbacks)
         found: dict[str, list[str]] = {name: [] for name, _, _ in ALLOWED.values()}
-        for fqn, kind in kinds.items():
-            if kind in ALLOWED:
-                precision = changed.get(fqn, ALLOWED[kind][2])
-                for name, _, own in ALLOWED.values():
-                    if own == precision:
-                        found[name].append(plain_name(fqn))
+        for fqn, own in precisions.items():
+            precision = changed.get(fqn, own)
+            if own and precision in ALLOWED:
+                found[ALLOWED[precision][0]].append(plain_name(fqn))
         return found
 
     def _allowed_too(self, run: Run, lists: dict[str, list[str]]) -> list[str]:
@@ -123,6 +121,13 @@ class TorchtitanExporter(Exporter):
         others = [n for m in run.modules if (n := plain_name(str(m["fqn"]))) not in {*chosen, *recorded}]
         found = {entry: [name for name in others if entry in name] for entry in [*recorded, *chosen]}
         return {entry: hit for entry, hit in found.items() if hit}
+
+
+def _precision(module: Mapping[str, Any]) -> str | None:
+    """Return the precision of a module that a converter with an allow-list makes, or an Fp8Linear of its recipe."""
+    kind, recipe = str(module.get("kind")), module.get("recipe")
+    by_class = next((precision for precision, (*_, made) in ALLOWED.items() if made == kind), None)
+    return by_class or (recipe if kind == "Fp8Linear" and recipe in ALLOWED else None)
 
 
 def _experts(run: Run) -> dict[str, str]:

@@ -110,6 +110,21 @@ def test_torchtitan_has_allow_lists_for_mx_and_nv(tmp_path: Path) -> None:
     assert [n for n in notes if n.startswith("has no converter for these") and n.endswith("layers.2.w1 in blockwise")]
 
 
+@pytest.mark.parametrize(("recipe", "name"), [("nvfp4", "NVFP4_FQNS"), ("mxfp8", "MXFP8_FQNS")])
+def test_torchtitan_has_the_allow_list_of_an_fp8_linear_s_recipe(recipe: Any, name: str, tmp_path: Path) -> None:
+    """One of another recipe has the list of what is left out."""
+    names = ["layers.1.wq", "layers.2.wq"]
+    run = recorded(tmp_path / recipe, names, recipe=recipe)
+    for module in run.modules:
+        module.update(kind="Fp8Linear", recipe=recipe)  # as ``watch`` writes it
+    text = exported("torchtitan", run, [Fallback(module="layers.1.wq", gemms=GEMMS)])
+    assert executed(text)[name] == ["layers.2.wq"] and "FILTER_FQNS" not in text
+    other = recorded(tmp_path / "other", names, recipe="mxfp4")
+    for module in other.modules:
+        module.update(kind="Fp8Linear", recipe="mxfp4")
+    assert "FILTER_FQNS" in exported("torchtitan", other, [])
+
+
 class Hybrid(NamedTuple):
     """The two directions of a HybridQuantizer."""
 
