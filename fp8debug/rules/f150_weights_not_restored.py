@@ -147,7 +147,7 @@ class WeightsNotRestored(Rule):
         query = (
             "SELECT module, max(CASE WHEN step = $start THEN optimizer END) AS optimizer,"
             " max(CASE WHEN step = $start AND sum_grad2 > 0 AND coalesce(beta1, 1) > 0"
-            " THEN abs(sum_moment2 / sum_grad2 / CASE WHEN beta1 IS NULL THEN 1 ELSE (1 - beta1) ** 2 END - 1) END) AS error,"
+            " THEN abs(sum_moment2 / sum_grad2 / ((1 - coalesce(beta1, 0)) * (1 - coalesce(beta1, 0))) - 1) END) AS error,"
             " sqrt(max(CASE WHEN step = $start THEN sum_grad2 / num_sampled END)"
             " / max(CASE WHEN step < $start AND step = last THEN sum_grad2 / num_sampled END)) AS grown"
             " FROM (SELECT *, max(CASE WHEN step < $start THEN step END) OVER (PARTITION BY module) AS last FROM updates"

@@ -109,9 +109,18 @@ def test_a_thread_that_evaluates_waits_for_a_repetition_and_none_begins_inside_i
         threads[-1].join(0.2)
         assert threads[-1].is_alive()  # it waits: the repetition is not over
 
+    over, leave = threading.Event(), RegionThreads.leave
+
+    def leave_when_over(self: RegionThreads) -> None:
+        if threading.current_thread() in threads:
+            over.wait(30)
+        leave(self)
+
+    monkeypatch.setattr(RegionThreads, "leave", leave_when_over)
     during_repetitions(monkeypatch, start)
     with fp8debug.watch(model, tmp_path / "run", every=1, turns=1, what_if=()) as watch:
         loss_of(model, 0).backward()
+        over.set()
         for thread in threads:
             thread.join()
         for parameter, grad in zip(model.parameters(), expected_grads, strict=True):

@@ -39,11 +39,11 @@ def _operands(run: Run) -> frozenset[Operand]:
         return frozenset()
     is_pow2 = "abs(log2(scale_inv_max) - round(log2(scale_inv_max))) <= 1e-5"
     moves = " AND ".join(f"max({column}) > {1 + MIN_MOVED} * min({column})" for column in ("scale_inv_max", "headroom"))
+    is_larger = f"headroom < CASE WHEN {is_pow2} THEN {MAX_HEADROOM_POW2} ELSE {MAX_HEADROOM} END"
     rows = run.sql(
-        f"SELECT module, gemm, tensor, cast_name, {moves}"
-        f" AND bool_or(headroom < CASE WHEN {is_pow2} THEN {MAX_HEADROOM_POW2} ELSE {MAX_HEADROOM} END) AS is_shown FROM sites"
-        f" WHERE actual AND reference = 'operand' AND scale_inv_min > 0 AND NOT {IS_DELAYED}"
-        f" GROUP BY module, gemm, tensor, cast_name HAVING bool_and({ONE_SCALE})"
+        f"SELECT module, gemm, tensor, cast_name, {moves} AND max(CASE WHEN {is_larger} THEN 1 ELSE 0 END) = 1 AS is_shown"
+        f" FROM sites WHERE actual AND reference = 'operand' AND scale_inv_min > 0 AND NOT {IS_DELAYED}"
+        f" GROUP BY module, gemm, tensor, cast_name HAVING min(CASE WHEN {ONE_SCALE} THEN 1 ELSE 0 END) = 1"
     ).to_pylist()
     kinds: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for row in rows:
