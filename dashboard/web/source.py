@@ -259,7 +259,7 @@ class ServedFolder:
         """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""
         try:
             if self.is_folder and name is None:
-                forget(self.path)
+                forget(self.path, with_runs=False)
                 stamps = {name: file_stamp(self.path / name) for name in self.names()}
                 self._written = {name: written_at(stamp) for name, stamp in stamps.items()}
                 judged = [self._verdicts[name].stamp for name in stamps if self.is_triaged(name)]

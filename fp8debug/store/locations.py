@@ -199,14 +199,22 @@ def refuse_to_write(path: str | Path) -> None:
         raise RecordError(f"{place} is in object storage, where no step can be appended; record to a local folder, copy it there")
 
 
-def forget(path: Path) -> None:
-    """List a place anew when it is looked at next; does nothing for a local one."""
+def forget(path: Path, *, with_runs: bool = True) -> None:
+    """List a place anew when it is looked at next, and what lies in it; does nothing for a local one.
+
+    Args:
+        path: a run, or a folder of runs.
+        with_runs: the places in it, too; False for a folder of runs of which each keeps the list of its own.
+    """
     if isinstance(path, ObjectPath):
         address = str(path)
         with _LOCK:
-            for root in [root for root in _LISTED if address == root or address.startswith(f"{root}/")]:
-                del _LISTED[root]
-        path.store.invalidate_cache()
+            for root in list(_LISTED):
+                # A thread that looks at one file just after its run was forgotten leaves a list that holds only this file.
+                is_in_it = with_runs and root.startswith(f"{address}/")
+                if is_in_it or address == root or address.startswith(f"{root}/"):
+                    del _LISTED[root]
+            path.store.invalidate_cache()
 
 
 def _list(place: ObjectPath) -> dict[str, tuple[int, float]]:

@@ -167,6 +167,20 @@ def test_a_run_that_grows_is_seen_by_refresh(tmp_path: Path, plan: Plan) -> None
     assert run.steps_range == (0, 11)
 
 
+def test_no_file_of_a_run_keeps_a_list_of_its_own(tmp_path: Path, plan: Plan) -> None:
+    """A thread of the dashboard may be looking at one file of a run when another forgets the run's list."""
+    write(tmp_path / "run", plan)
+    upload(tmp_path / "run", "s3://bucket/watched")
+    run = locations.place_of("s3://bucket/watched")
+    (steps,) = run.glob("rank=*/steps/part-*")
+    locations.forget(run)
+    before = steps.stat().st_size
+    write(tmp_path / "longer", Plan(num_steps=12, every=2, modules=plan.modules))
+    upload(tmp_path / "longer", "s3://bucket/watched")
+    locations.forget(run)
+    assert Run("s3://bucket/watched").steps_range == (0, 11) and steps.stat().st_size != before
+
+
 def test_the_dashboard_shows_runs_of_a_bucket_and_sees_them_grow(tmp_path: Path, plan: Plan) -> None:
     pytest.importorskip("dash")
     from fp8debug_dashboard.pages import runs
