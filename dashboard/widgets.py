@@ -51,13 +51,12 @@ def badge(level: str, text: str = "") -> Component:
     return html.Span(words, className=f"badge badge-{level}")
 
 
-def card(title: str, *children: Child, note: Child = None, id: str | None = None, grow: bool = False) -> Component:
+def card(title: str, *children: Child, note: Child = None, id: str | None = None) -> Component:
     """Return a titled box; ``note`` stands small beside the title."""
     head = [html.H2(title), html.Div(note, className="note")] if note is not None else [html.H2(title)]
     body = [child for child in children if child is not None]
-    name = "card grow" if grow else "card"
     named: dict[str, Any] = {"id": id} if id else {}
-    return html.Section([html.Header(head), *body], className=name, **named)
+    return html.Section([html.Header(head), *body], className="card", **named)
 
 
 def graph(id: str, figure: Figure) -> Component:

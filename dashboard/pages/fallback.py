@@ -145,7 +145,6 @@ def layout(view: View, run_view: RunView) -> Component:
                         html.Pre(text, id="exported", tabIndex=0),
                         dcc.Download(id="fallback-file"),
                         note=html.Div([to, copy, save], className="controls"),
-                        grow=True,
                     ),
                     card("What a budget buys", graph("pareto", curve), note="every budget filled by damage per speed"),
                 ],

@@ -106,7 +106,6 @@ def layout(view: View, run_view: RunView) -> Component:
                         html.Div(head, id="finding-head"),
                         axis_controls(view, run_view),
                         graph("evidence", figure),
-                        grow=True,
                     ),
                     card("Manual page of the rule", html.Div(manual, id="finding-manual", className="manual", tabIndex=0)),
                 ],

@@ -87,22 +87,16 @@ def layout(view: View, run_view: RunView) -> Component:
             html.Div(kind, id="classification"),
             html.Div(
                 [
+                    card("What to do now", html.Div(todo, id="todo")),
                     card(
                         "Training",
                         controls(view, run_view),
                         graph("loss", loss),
                         note="findings (above) and events (below) marked where they begin",
-                        grow=True,
                     ),
-                    html.Div(
-                        [
-                            card("What to do now", html.Div(todo, id="todo")),
-                            card("Modules by severity", html.Div(worst, id="worst"), grow=True),
-                        ],
-                        className="stack",
-                    ),
+                    card("Modules by severity", html.Div(worst, id="worst")),
                 ],
-                className="columns columns-wide-left",
+                className="columns columns-todo-first",
             ),
             card(
                 "Findings",

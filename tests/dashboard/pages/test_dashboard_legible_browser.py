@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,6 +229,43 @@ def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
             settle(narrow_page, address + page)
             found = narrow_page.evaluate("window.shift")
             assert found["sum"] <= 0.1, f"{name} moves while it loads: {sorted(found['worst'], reverse=True)[:2]}"
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(390, "light")], indirect=True, ids=["390"])
+@pytest.mark.parametrize("write", [samples.write_nan, samples.write_healthy], ids=["NaN", "healthy"])
+def test_the_overview_of_any_run_stays_where_it_is_when_its_verdict_comes(
+    narrow_page: Page, tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    write(tmp_path / "run")
+    narrow_page.add_init_script(SHIFTS)
+    with served(tmp_path / "run") as address:
+        settle(narrow_page, address)
+        found = narrow_page.evaluate("window.shift")
+        assert found["sum"] <= 0.1, sorted(found["worst"], reverse=True)[:2]
+
+
+@browser_test
+def test_the_verdict_and_what_to_do_come_first_at_every_width(clean_page: Page, site: str) -> None:
+    settle(clean_page, f"{site}/?run=sick")
+    places = ["#verdict", "#todo", "#loss", "#worst", "#findings"]
+    for width in WIDTHS:
+        clean_page.set_viewport_size({"width": width, "height": 900})
+        clean_page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
+        corners = clean_page.evaluate(
+            "(names) => names.map((name) => document.querySelector(name).getBoundingClientRect())"
+            ".map(({ top, left, bottom, right }) => ({ top, left, bottom, right }))",
+            places,
+        )
+        verdict, todo, loss, worst, findings = corners
+        assert verdict["bottom"] <= todo["top"] and max(loss["bottom"], worst["bottom"]) <= findings["top"]
+        assert todo["bottom"] <= loss["top"] or (todo["right"] <= loss["left"] and todo["top"] <= loss["top"]), width
+        assert todo["bottom"] <= worst["top"], width
+    keys = "#todo a, #todo summary, #loss .modebar-btn, #worst a, .card .mantine-SegmentedControl-input"
+    order = clean_page.evaluate(
+        "(keys) => Array.from(document.querySelectorAll(keys)).map((at) => at.closest('#todo, #worst')?.id ?? 'training')", keys
+    )
+    assert [id for id, _ in itertools.groupby(order)][:3] == ["todo", "training", "worst"]
 
 
 @browser_test
