@@ -88,7 +88,8 @@ def _follow(paths: Sequence[str], judge: Callable[[Run], Findings]) -> None:
         findings = judge(opened)
         new = [f for f in findings if (f.code, f.module, f.gemm, f.tensor) not in known]
         known.update((f.code, f.module, f.gemm, f.tensor) for f in new)
-        named = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        last = max([steps[-1], *(f.steps[0] for f in new)])  # the rules also see what is there of the steps that follow
+        named = f"step {last}" if last == steps[0] else f"steps {steps[0]} to {last}"
         echo(f"{named}: {findings.verdict}" + (f", {len(new)} new" if new else ""), err=True)
         for finding in new:
             site = " ".join(word for word in (finding.module, finding.gemm, finding.tensor) if word) or "the whole run"

@@ -67,6 +67,10 @@ class RunError(Fp8DebugError):
     slug = "run"
 
 
+class NoStepYetError(RunError):
+    """A run without a recorded step: it has just begun, or it ended before its first."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the way out of a wrong name: the closest known names, or all of them when none is close.
 

@@ -215,7 +215,8 @@ class Summary:
         state: ``writing``, ``ended`` or ``not closed``.
         written: when the newest file was written, in seconds since 1970; 0 when it is not known.
         problems: what could not be read.
-        error: why the run cannot be run_view, or "".
+        error: why the run cannot be shown, or "".
+        is_empty: it holds no step yet, which is no fault of a run that is being written.
         line: the loss over steps, few points; None where none was recorded.
         settings: see ``run_settings.settings_of``.
     """
@@ -231,5 +232,6 @@ class Summary:
     written: float = 0.0
     problems: tuple[str, ...] = field(default_factory=tuple)
     error: str = ""
+    is_empty: bool = False
     line: StepSeries | None = None
     settings: Mapping[str, str | float] = field(default_factory=dict)

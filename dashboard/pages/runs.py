@@ -25,6 +25,8 @@ READ_WAIT_S = 1.5
 
 #: What stands for the first finding until the rules have run.
 LOOKING = "triage is running"
+#: Of a run that holds no step.
+NO_STEP = "no step recorded yet"
 #: What stands for everything about a run that has not been read yet.
 READING = "reading"
 
@@ -67,7 +69,8 @@ def layout(view: View, source: ServedFolder) -> Component:
     label = {"aria-label": "search the runs"}
     search = dmc.TextInput(id="runs-search", value=view.get("q"), placeholder="Search  ( / )", size="xs", w=220, **label)
     record = f"fp8debug.watch(model, '{source.path}/exp1')"
-    first = None if source.names() else note("This folder is empty. To record a run into it: ", code(record))
+    how = note("This folder is empty. To record a run into it: ", code(record))
+    first = None if source.names() else html.Div(how, className="no-run-yet")
     rows = parts(source, READ_WAIT_S)
     columns, settings = configured(view, source)
     words = "last written first; click one to open it, a column's head to sort by it; "
@@ -98,7 +101,7 @@ def parts(source: ServedFolder, wait_s: float = 0.0) -> list[dict[str, Any]]:
         if summary is None:
             rows.append(row(Summary(name=name, state=READING), "unknown", READING))
             continue
-        verdict, finding = "unknown", "" if summary.error else LOOKING
+        verdict, finding = "unknown", NO_STEP if summary.is_empty else "" if summary.error else LOOKING
         judged = None if summary.error else source.known(name)
         if judged is not None and (judged.known is not None or judged.failure):
             verdict = judged.verdict
@@ -121,7 +124,9 @@ def configured(view: View, source: ServedFolder) -> tuple[list[dict[str, Any]], 
 
 def _has_problems(source: ServedFolder) -> bool:
     """Tell whether any run, or a part of one, cannot be read: else a column would hold nothing."""
-    return any(summary.error or summary.problems for _, summary in source.summaries() if summary is not None)
+    return any(
+        (summary.error and not summary.is_empty) or summary.problems for _, summary in source.summaries() if summary is not None
+    )
 
 
 #: Columns before those of settings: what a run is called, and how it fares.
@@ -158,7 +163,7 @@ def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
         "lineWords": "" if summary.line is None else f"loss {ends_in_words(summary.line.steps, summary.line.values)}",
         "state": state_now(summary),
         "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.written)) if summary.written else NO_DATA,
-        "problems": summary.error or "; ".join(summary.problems) or NO_DATA,
+        "problems": ("" if summary.is_empty else summary.error) or "; ".join(summary.problems) or NO_DATA,
         **{setting_key(name): value for name, value in summary.settings.items()},
     }
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
+from fp8debug.errors import Fp8DebugError, NoStepYetError, RunError, UnknownNameError
 from fp8debug.store.locations import forget, place_of
 from fp8debug.store.write.lock import NAME as LOCK
 
@@ -304,6 +304,8 @@ class ServedFolder:
                 line=lines[0] if lines else None,
                 settings=settings_of(run.manifest),
             )
+        except NoStepYetError as error:
+            found = Summary(name=folder.name, error=str(error), state=state(folder, {}), written=written_at(stamp), is_empty=True)
         except (Fp8DebugError, OSError) as error:
             found = Summary(name=folder.name, error=str(error))
         self._summaries[name] = stamp, found

@@ -5,8 +5,8 @@ It reads a line of JSON for each request and answers with one:
     {"step": 120}             -> {"steps": {"120": {"loss": 2.1, ...}}, "findings": [...]}   what is new
     {"finish": "report.html"} -> {"findings": [...], "worst": [...], "all": [...], "last": 400, "report": true}
 
-The rules are those that name the rows that they ask for (``Rule.looks``); they see the last sampled steps. F125 joins when a
-loss is NaN or Inf. At the end all rules see the whole run.
+The rules are those that name the rows that they ask for (``Rule.looks``); they see the last sampled steps. F125 joins while the
+first loss that is NaN or Inf is among them. At the end all rules see the whole run.
 
 When the training ends, however it does, so does the judge: it holds the other end of stdin.
 """
@@ -91,12 +91,14 @@ class Judge:
         return new
 
     def _is_lost(self, run: RecentRun) -> bool:
-        """Return whether a loss or gradient norm is NaN or infinite in the window or since it."""
+        """Return whether a loss is NaN or infinite for the first time in the window.
+
+        Of an earlier one F125 would look for the origin in rows that are not in the window.
+        """
         # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out. NaN of x86 has a sign.
-        names = "('nan', '-nan', 'inf', '-inf', 'infinity', '-infinity')"
-        gone = " OR ".join(f"lower(CAST({name} AS STRING)) IN {names}" for name in ("loss", "grad_norm"))
-        query = f"SELECT 1 AS one FROM steps WHERE step >= {run.first} AND ({gone}) LIMIT 1"
-        return bool(run.sql(query).num_rows)
+        gone = "lower(CAST(loss AS STRING)) IN ('nan', '-nan', 'inf', '-inf', 'infinity', '-infinity')"
+        first = run.sql(f"SELECT min(step) AS step FROM steps WHERE {gone}")["step"].to_pylist()[0]
+        return first is not None and bool(first >= run.first)
 
     def _new(self, findings: list[Finding]) -> list[Finding]:
         """Return the warnings and errors that are new; one that only follows into further modules is not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,20 @@ PLAN = Plan(
 )
 
 
-def growing(path: Path, looks: list[int], world_size: int = 1) -> Iterator[None]:
+def growing(path: Path, looks: list[int], world_size: int = 1, plan: Plan = PLAN) -> Iterator[None]:
     """Write a step of every rank at each look, the second rank a step behind; then close."""
     yield  # at the first look there is no run yet
-    options: dict[str, Any] = {"world_size": world_size, "manifest": manifest_of(PLAN), "rank_manifest": {"device": "cpu"}}
+    options: dict[str, Any] = {"world_size": world_size, "manifest": manifest_of(plan), "rank_manifest": {"device": "cpu"}}
     writers = [RunWriter(path, rank=rank, **options) for rank in range(world_size)]
-    for number in range(PLAN.num_steps + world_size - 1):
+    for number in range(plan.num_steps + world_size - 1):
         for rank, writer in enumerate(writers):
             step = number - rank
-            if 0 <= step < PLAN.num_steps:
-                is_sampled = step % PLAN.every == 0
-                rows = stats_rows(PLAN, step, rank) if is_sampled else []
+            if 0 <= step < plan.num_steps:
+                is_sampled = step % plan.every == 0
+                rows = stats_rows(plan, step, rank) if is_sampled else []
                 if rows:
                     writer.stats({name: [row.get(name) for row in rows] for name in {key for row in rows for key in row}})
-                writer.steps(steps_row(PLAN, step, is_sampled=is_sampled))
+                writer.steps(steps_row(plan, step, is_sampled=is_sampled))
                 writer.flush()
         looks.append(number)
         yield
@@ -96,6 +97,19 @@ def test_findings_come_with_the_step_that_makes_them(
     place = next(place for place, line in enumerate(lines) if "blocks.1.mlp.up fprop input" in line)
     assert lines[place - 1].startswith(("step 10: ", "step 20: ")) and lines[place].startswith("  F")
     assert sum("blocks.1.mlp.up fprop input" in line for line in lines) == 1
+
+
+def test_a_finding_of_a_step_that_is_being_written_stands_under_its_own_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(PLAN, every=1, num_steps=6, overrides=[replace(PLAN.overrides[0], steps=(3, None))])
+    steps = growing(tmp_path / "run", [], plan=plan)
+    monkeypatch.setattr(following, "sleep", lambda _: next(steps))
+    lines = Said(capsys, tmp_path, "triage RUNS/run --follow").err.splitlines()
+    heads = [line for line in lines if line.startswith("step")]
+    place = next(place for place, line in enumerate(lines) if "blocks.1.mlp.up fprop input" in line)
+    assert "since step 3" in lines[place] or "at step 3" in lines[place], lines[place]
+    assert lines[place - 1].startswith("steps 2 to 3: "), heads
 
 
 def test_what_cannot_be_followed_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

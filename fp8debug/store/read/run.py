@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import duckdb
 import pyarrow as pa
 
-from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
+from fp8debug.errors import Fp8DebugError, NoMatchError, NoStepYetError, RunError, UnknownNameError, UsageError
 from fp8debug.store.locations import ObjectPath, forget, place_of, why
 from fp8debug.store.read.ending import end_thread_at_exit, stop_at_exit
 from fp8debug.store.read.engine import connect, path_literal, unreadable
@@ -123,10 +123,10 @@ class Run:
         self._parts = [source.path for source in files.of() if source.rows is None]
         if not any(s.table != "events" for s in files.of()):
             found = "; ".join(files.problems)
-            raise RunError(
-                f"{self.path} holds no recorded step yet"
-                + (f": {found}" if found else "; a run that is being written can be read after its first sampled step")
-            )
+            if found:
+                raise RunError(f"{self.path} holds no recorded step yet: {found}")
+            what = "a run that is being written can be read after its first sampled step"
+            raise NoStepYetError(f"{self.path} holds no recorded step yet; {what}")
         self.manifest, self.rank_manifests = files.manifest, files.rank_manifests
         self.ranks, self.problems = files.ranks, files.problems
         self._memo: dict[str, Any] = {}

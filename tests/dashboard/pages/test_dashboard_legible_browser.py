@@ -14,6 +14,7 @@ import pytest
 
 from fp8debug.errors import UsageError
 from fp8debug.rules.comparison.sites import SiteDifference
+from fp8debug.store.write.writer import RunWriter
 from fp8debug_dashboard.figures import theme
 from fp8debug_dashboard.pages import compare, findings, overview, runs
 from fp8debug_dashboard.web import run_view as opened_module
@@ -25,7 +26,7 @@ from tests.dashboard import samples
 from tests.dashboard.data.test_dashboard_nonfinite import text
 from tests.dashboard.pages.test_dashboard_browser import go
 from tests.dashboard.serving import served
-from tests.synthetic import Override
+from tests.synthetic import Override, Plan, manifest_of, steps_row
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -324,7 +325,20 @@ def test_an_empty_folder_waits_for_its_first_run(clean_page: Page, tmp_path: Pat
         expect(clean_page.locator(".page")).to_contain_text("fp8debug.watch(model, ")
         samples.write_healthy(folder / "first", num_steps=20, modules=samples.gpt_modules(1))
         expect(clean_page.locator("#runs").get_by_role("link", name="first")).to_be_visible()
+        expect(clean_page.get_by_text("This folder is empty")).to_be_hidden()
         expect(clean_page.locator("#runs")).to_contain_text("Healthy")
+
+
+def test_a_run_that_has_just_begun_is_not_called_unreadable(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", manifest=manifest_of(Plan()), rank_manifest={"device": "cpu"})
+    source = ServedFolder(tmp_path)
+    (row,) = runs.parts(source, 60)
+    assert (row["finding"], row["state"], row["problems"]) == (runs.NO_STEP, "writing", theme.NO_DATA)
+    assert "Not readable" not in [column.get("headerName") for column in runs.configured(View("runs"), source)[0]]
+    writer.steps(steps_row(Plan(), 0, is_sampled=False))
+    writer.close()
+    (row,) = runs.parts(source, 60)
+    assert row["last"] == 0 and row["finding"] != runs.NO_STEP
 
 
 @browser_test
