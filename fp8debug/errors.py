@@ -70,6 +70,8 @@ class RunError(Fp8DebugError):
 class NoStepYetError(RunError):
     """A run without a recorded step: it has just begun, or it ended before its first."""
 
+    slug = "no-step-yet"
+
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the way out of a wrong name: the closest known names, or all of them when none is close.
