@@ -10,6 +10,7 @@ import click
 from fp8debug.exporters import EXPORTERS, Exporter
 from fp8debug.exporters.json import FOLKLORE
 from fp8debug.fallback import Fallback, positional_prior, recommend, scheduled
+from fp8debug.fallback.policy import without_candidates
 from fp8debug.rules import triage
 from fp8debug.store.read.module_names import folded
 from fp8debug.store.read.run import Run
@@ -63,7 +64,7 @@ def command(
         if basis := cost_basis(opened):
             echo(basis)
     else:
-        echo("no candidates: nothing found that another cast or BF16 would cure")
+        echo(f"no candidates: {without_candidates(findings)}")
     prior = positional_prior(opened)
     if prior:
         echo(f"folklore ({FOLKLORE}): {', '.join(prior)}")

@@ -11,6 +11,7 @@ import click
 from fp8debug.errors import UsageError
 from fp8debug.escaping import one_line
 from fp8debug.rules import Finding, Findings, triage
+from fp8debug.rules.base import asks_for_cast
 from fp8debug.rules.comparison.configuration import configuration_words, gap_words
 from fp8debug.rules.engine.config import load_settings
 from fp8debug.rules.reading.lost import Lost
@@ -131,7 +132,9 @@ def _print(findings: Findings) -> None:
         header = ["code", "severity", "module", "site", "steps", "what"]
         rows = [_row(finding) for finding in findings]
         print_table(header, rows, wrap=["module", "what"], drop=["steps", "site", "severity"], below="what")
-        echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
+        candidates = any(asks_for_cast(site) for finding in findings for site in finding.sites)
+        more = "; fp8debug fallback RUN lists candidates" if candidates else ""
+        echo(f"\nfp8debug explain {findings[0].code} says more{more}")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)
 

@@ -17,7 +17,7 @@ from fp8debug.store.speed_file import cost_basis
 from ..data.trial_files import read_trial
 from ..figures.base import empty
 from ..figures.fallback import BudgetPoint, pareto, trials
-from ..figures.theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, level, plain_number
+from ..figures.theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain_number
 from ..web.run_view import SMALL_BYTES, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
@@ -180,10 +180,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     if is_too_dear:
         words = f"No candidate within the budget: each costs more than {budget} % of the FP8 speed-up; raise the budget."
     elif not fallbacks:
-        words = "No candidate: no finding calls for another cast, and no recorded error lies outside the healthy range."
-        serious = list(dict.fromkeys(f.code for f in judged.findings if level(f.severity) == "error"))
-        if serious:
-            words = f"No candidate: another cast is no cure for {', '.join(serious)}, which the page Findings explains."
+        from fp8debug.fallback.policy import without_candidates  # not before the first paint
+
+        words = f"No candidate: {without_candidates(judged.findings)}."
     exporter = EXPORTERS.get(_format(view))
     limits = [note(f"{exporter.name} {line}", kind="warning") for line in exporter.notes(run_view.run, fallbacks)]
     return (

@@ -20,6 +20,7 @@ from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_sam
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.rules import RULES, Finding, Severity
+from fp8debug.rules.base import asks_for_cast
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import measured_costs
 from fp8debug.types import OPERANDS, Gemm, TensorRole, parse_share
@@ -113,7 +114,7 @@ class _CollectedChanges:
     def fill(self, findings: Sequence[Finding], budget: float, *, everything: bool) -> list[Fallback]:
         self.casts.clear()
         self.bf16.clear()
-        sites = [site for finding in findings for site in finding.sites if _has_cure(site)]
+        sites = [site for finding in findings for site in finding.sites if asks_for_cast(site)]
         later = [site for site in sites if not self._change_cast(site) and not self._leave_fp8(site)]
         entries = self._entries(dict.fromkeys(site.module for site in sites if site.module))
         spent = sum(entry.cost for entry in entries)
@@ -272,7 +273,9 @@ def positional_prior(run: Run) -> list[str]:
     return list(dict.fromkeys([*names[:1], *names[-1:]]))
 
 
-def _has_cure(site: Finding) -> bool:
-    """Return whether a finding is about the cast of an operand that harms the run."""
-    is_site = bool(site.module and site.gemm and site.tensor) and site.code in RULES
-    return is_site and RULES.get(site.code).is_harmful and site.severity > Severity.INFO
+def without_candidates(findings: Iterable[Finding]) -> str:
+    """Return why there is no candidate, in a sentence without its full stop."""
+    errors = list(dict.fromkeys(f.code for f in findings if f.severity is Severity.ERROR))
+    if errors:
+        return f"another cast or BF16 is no cure for {', '.join(errors)}"
+    return "nothing found that another cast or BF16 would cure"

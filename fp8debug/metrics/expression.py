@@ -1,7 +1,7 @@
 """Derived columns are written once, as arithmetic on slot names, and compiled to a number here or to SQL for a query engine.
 
-The language: slot names, numbers, ``+ - * /``, ``log2(.)``, ``log10(.)``, ``sqrt(.)``. What has no data stays without data:
-a missing operand, a division by zero and the logarithm of a negative number give None (NULL), while log(0) is minus
+The language: slot names, numbers, ``+ - * /``, ``log2(.)``, ``log10(.)``, ``sqrt(.)``, ``max(., .)``. What has no data stays
+without data: a missing operand, a division by zero and the logarithm of a negative number give None (NULL), while log(0) is minus
 infinity, so that a tensor without any error has an infinite SQNR. The SQL is the common subset of DuckDB and Spark.
 """
 
@@ -46,7 +46,7 @@ def parse(expression: str) -> ast.expr:
 def names(expression: str) -> list[str]:
     """Return the slot names that an expression reads, sorted."""
     found = {node.id for node in ast.walk(parse(expression)) if isinstance(node, ast.Name)}
-    return sorted(found - set(_FUNCTIONS))
+    return sorted(found - {*_FUNCTIONS, "max"})
 
 
 def evaluate(expression: str, values: Mapping[str, float | None]) -> float | None:
@@ -66,6 +66,9 @@ def _evaluate(node: ast.expr, values: Mapping[str, float | None]) -> float | Non
         case ast.Call(func=ast.Name(id=name), args=[argument]):
             inner = _evaluate(argument, values)
             return None if inner is None else _called(name, inner)
+        case ast.Call(func=ast.Name(id="max"), args=[left, right]):
+            a, b = _evaluate(left, values), _evaluate(right, values)
+            return None if a is None or b is None else b if a < b else a  # a NaN stays, as the engines have it
         case ast.BinOp(left=left, op=sign, right=right):
             a, b = _evaluate(left, values), _evaluate(right, values)
             return None if a is None or b is None else _OPERATORS[type(sign)].apply(a, b)
@@ -98,6 +101,9 @@ def _sql(node: ast.expr) -> str:
         case ast.Call(func=ast.Name(id=name), args=[argument]):
             inner = _sql(argument)
             return f"CASE WHEN {inner} > 0 THEN {name}({inner}) WHEN {inner} = 0 THEN CAST('-Infinity' AS DOUBLE) END"
+        case ast.Call(func=ast.Name(id="max"), args=[left, right]):
+            a, b = _sql(left), _sql(right)
+            return f"CASE WHEN {a} >= {b} THEN {a} WHEN {a} < {b} THEN {b} END"
         case ast.BinOp(left=left, op=ast.Div(), right=right):
             return f"({_sql(left)} / nullif(CAST({_sql(right)} AS DOUBLE), 0))"
         case ast.BinOp(left=left, op=sign, right=right):

@@ -30,9 +30,9 @@ class ScaleSpread:
         ),
     )
     derived: ClassVar[dict[str, Derived]] = {
-        # A variance of 0 may be rounded below it: by 2^-53 of a square, which is 1e4 at most, and more over many blocks.
+        # Equal scales leave the rounding of two sums: 2^-53 of a square, which is 2e4 at most, and more over many blocks.
         "scale_inv_std_log2": Derived(
-            expression=f"sqrt({_VARIANCE} + 1e-9)",
+            expression=f"sqrt(max({_VARIANCE} - 1e-9, 0))",
             unit="log2",
             doc="standard deviation of log2(scale_inv) over nonzero blocks",
         ),

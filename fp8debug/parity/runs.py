@@ -185,11 +185,18 @@ def _weight(one: Measures, a: Site, b: Site, difference: float | None) -> PathFi
     gain = size**0.5
     if abs(gain - 1) > 0.05 and abs(largest / gain - 1) < ONE_SCALE:
         return _found("F302", f"{one.module}: the rollout's weight is {gain:.4g} times training's", one, gain, "weight")
-    text = (
-        f"{one.module}: the rollout's weight is another: its size differs by {difference:.2g},"
-        f" its largest value by {largest - 1:+.2g}"
-    )
+    sizes = f"its root mean square is {_against(gain)}, its largest magnitude {_against(largest)}"
+    text = f"{one.module}: the rollout's weight is another: {sizes}"
     return _found("F301", text, one, difference, "weight")
+
+
+def _against(ratio: float) -> str:
+    """Return in words how a size of the rollout's compares with training's."""
+    if ratio == 1:
+        return "the same"
+    if not 0.5 < ratio < 2:
+        return f"{ratio:.3g} times training's"
+    return f"{abs(ratio - 1) * 100:.2g} % {'larger' if ratio > 1 else 'smaller'} than training's"
 
 
 def _casts(one: Measures, a: Site, b: Site) -> PathFinding | None:

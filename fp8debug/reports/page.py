@@ -11,7 +11,7 @@ from fp8debug import __version__
 from fp8debug.reports.evidence import charts_of, loss_chart
 from fp8debug.reports.style import CSS
 from fp8debug.rules import RULES, Finding, Findings, Severity
-from fp8debug.rules.base import Documented
+from fp8debug.rules.base import Documented, asks_for_cast
 from fp8debug.rules.comparison.configuration import configuration_words, gap_words
 from fp8debug.rules.reading.lost import Lost
 from fp8debug.store.read.run import Run
@@ -146,7 +146,7 @@ def _todo(findings: Findings) -> str:
         steps.append(f"Then the cures of {more} more finding{'' if more == 1 else 's'}, below.")
     if accused:
         steps.append(f"Read the cause: <code>fp8debug explain {escape(accused[0].code)}</code>.")
-    if any(f.module and f.gemm for f in accused):
+    if any(asks_for_cast(site) for f in accused for site in f.sites):
         steps.append("List what to run in another cast or in BF16, with its price: <code>fp8debug fallback RUN</code>.")
     if not steps:
         asked = len(findings.thresholds)

@@ -251,6 +251,12 @@ def accuses_other_modules(finding: Finding, others: Sequence[Finding], code: str
     return any(part.module not in accused for part in finding.sites)
 
 
+def asks_for_cast(site: Finding) -> bool:
+    """Return whether a finding is about the cast of an operand and harms the run: another cast, or BF16, may then be a cure."""
+    is_site = bool(site.module and site.gemm and site.tensor) and site.code in RULES
+    return is_site and RULES.get(site.code).is_harmful and site.severity > Severity.INFO
+
+
 def _doc(rule: Documented) -> str:
     return inspect.cleandoc(type(rule).__doc__ or "")
 

@@ -37,6 +37,10 @@ INF = math.inf
         ("sqrt(a)", {"a": 0}, 0.0),
         ("sqrt(a)", {"a": 9}, 3.0),
         ("sqrt(a)", {"a": -9}, None),
+        ("max(a - 1, 0)", {"a": 3}, 2.0),
+        ("max(a - 1, 0)", {"a": 0.5}, 0.0),
+        ("max(a - 1, 0)", {"a": None}, None),
+        ("max(a, b)", {"a": 1}, None),
         ("a / sqrt(b * c)", {"a": 0, "b": 1, "c": 0}, None),
         ("3", {}, 3.0),
     ],
@@ -46,7 +50,7 @@ def test_evaluate(expression: str, values: dict[str, float | None], expected: fl
 
 
 def test_names_are_sorted_and_without_functions() -> None:
-    assert names("-10 * log10(b / sqrt(a)) + b") == ["a", "b"]
+    assert names("-10 * log10(b / sqrt(a)) + max(b, 0)") == ["a", "b"]
 
 
 @pytest.mark.parametrize("expression", ["a ** b", "a if b else c", "a.b", "'x' < a", "a % b", "[a]", "+a"])

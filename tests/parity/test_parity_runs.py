@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def test_a_difference_is_found_by_statistics(spoil: Callable[[nn.Module], None],
         spoil(model)
     report = compare_paths(train, record(model, tmp_path / "rollout"))
     assert (report[0].code, report[0].module) == (code, module), report[0].message
+
+
+def test_a_weight_of_another_size_is_told_in_which_direction(tmp_path: Path) -> None:
+    train, model = record(net(), tmp_path / "train"), net()
+    with torch.no_grad():
+        weight = _linear(model).weight
+        weight[weight.abs() == weight.abs().max()] *= 0.75
+        weight[:8] *= 1.5
+    (finding, *_) = compare_paths(train, record(model, tmp_path / "rollout"))
+    assert finding.code == "F301"
+    assert re.search(r"square is [\d.]+ % larger than training's, its largest magnitude [\d.]+ % (smaller|larger)", finding.message)
 
 
 def test_equal_runs_are_silent_also_a_training_beside_inference(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fp8debug.fallback.policy import recommend, without_candidates
 from fp8debug.reports.github import escaped, to_github
 from fp8debug.reports.page import to_html
 from fp8debug.reports.sarif import to_sarif
@@ -306,3 +307,13 @@ def test_noise_is_drawn_as_noise_and_words_about_nan_lie_over_no_line() -> None:
     assert max(heights) - min(heights) < 5 and svg.count(">2</text>") == 1
     low = Chart(title="falls", steps=range(0, 60, 10), values=[9.0, 5.0, 1.0, 1.0, math.nan, math.nan]).to_svg()
     assert max(float(at) for at in re.findall(r"cy='([\d.]+)'", low)) <= float(words) - 9
+
+
+def test_a_fallback_is_named_only_where_one_could_cure(tmp_path: Path, sick: tuple[Run, Findings]) -> None:
+    came = Override(module="blocks.0.mlp.up", gemm="fprop", tensor="input", steps=(40, None), slots={"num_nan": 3})
+    run = build(tmp_path / "run", overrides=[came], steps={step: {"loss": math.nan} for step in range(40, 100)})
+    findings = triage(run)
+    assert [(f.code, f.gemm, f.tensor) for f in findings] == [("F125", "fprop", "input")] and findings[0].module
+    assert "fp8debug fallback RUN" not in to_html(run, findings) and recommend(run, findings, 1.0) == []
+    assert without_candidates(findings) == "another cast or BF16 is no cure for F125"
+    assert "fp8debug fallback RUN" in to_html(*sick)

@@ -103,7 +103,7 @@ def test_candidates_that_the_budget_leaves_out_are_not_denied(tmp_path: Path, mo
     monkeypatch.setattr(run_view, "fallbacks", lambda budget, fill=False: known if budget == 1.0 else [])
     assert "No candidate within the budget: each costs more than 3 %" in str(fallback.parts(shown, run_view)[2])
     monkeypatch.setattr(run_view, "fallbacks", lambda budget, fill=False: [])
-    assert "No candidate: another cast is no cure for" in str(fallback.parts(shown, run_view)[2])
+    assert "No candidate: another cast or BF16 is no cure for" in str(fallback.parts(shown, run_view)[2])
 
 
 @pytest.mark.parametrize(("every", "words"), [(1, "every step"), (10, "every 10 steps"), (None, NO_DATA)])
