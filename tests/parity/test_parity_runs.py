@@ -78,7 +78,8 @@ def test_a_weight_of_another_size_is_told_in_which_direction(tmp_path: Path) -> 
         weight[:8] *= 1.5
     (finding, *_) = compare_paths(train, record(model, tmp_path / "rollout"))
     assert finding.code == "F301"
-    assert re.search(r"square is [\d.]+ % larger than training's, its largest magnitude [\d.]+ % (smaller|larger)", finding.message)
+    told = r"square is [\d.]+ % larger than training's, its largest magnitude [\d.]+ % (smaller|larger)"
+    assert re.search(told, finding.message), finding.message
 
 
 def test_equal_runs_are_silent_also_a_training_beside_inference(tmp_path: Path) -> None:
