@@ -49,7 +49,8 @@ def test_every_format_and_cast_option_is_defined() -> None:
     for fmt in FORMATS.values():
         largest = f"{fmt.max:g}" if fmt.max < 1e6 else "2^127"
         sqnr = f"{fmt.gaussian_sqnr_db} dB" if fmt.gaussian_sqnr_db else "-"
-        assert re.search(rf"^\| {fmt.name}\b[^|]*\| {re.escape(largest)} \|.*\| {sqnr} \|$", text, re.MULTILINE), fmt.name
+        found = re.search(rf"^\| {fmt.name}\b[^|]*\| {re.escape(largest)} \|.*\| {sqnr} \|$", text, re.MULTILINE)
+        assert found is not None, f"docs/numerics.md, 1: no row of {fmt.name} with {largest} and, at its end, {sqnr}"
     fields = [f.name for f in dataclasses.fields(Cast)]
     assert [name for name in fields[fields.index("scale_format") :] if f"{name}" not in text] == []
     assert [word for word in (*SCALINGS, *SCALE_ROUNDINGS) if not re.search(rf"^\| {word}\b", text, re.MULTILINE)] == []
@@ -63,8 +64,10 @@ def test_generated_pages_are_up_to_date() -> None:
 def test_the_catalogue_names_the_rules_that_there_are() -> None:
     text = (DOCS / "numerics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (F\d+|-) \|", text, re.MULTILINE)
-    assert [int(number) for number, _ in rows] == list(range(1, 51))
-    assert sorted({code for _, code in rows} - {"-"}) == sorted(rule.code for rule in RULES)
+    numbers = [int(number) for number, _ in rows]
+    assert numbers == list(range(1, len(rows) + 1)), "docs/numerics.md, 5: one row for each number, in order"
+    in_catalogue, codes = {code for _, code in rows} - {"-"}, {rule.code for rule in RULES}
+    assert in_catalogue == codes, f"docs/numerics.md, 5: no row of {codes - in_catalogue}, no rule of {in_catalogue - codes}"
     # A mode has the rule of its own number, or one of an earlier mode that covers it.
     assert all(code == "-" or code <= f"F{100 + int(number)}" for number, code in rows)
     assert {f"F{100 + int(number)}" for number, code in rows if code != "-"} >= {rule.code for rule in RULES}

@@ -40,7 +40,9 @@ def test_the_consumers_are_these() -> None:
 
 def test_every_consumer_has_its_row_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs/fallback.md").read_text(encoding="utf-8")
-    assert [name for name in EXPORTERS.names() if f"\n| `{name}` |" not in page] == []
+    rows = {name: [line for line in page.splitlines() if line.startswith(f"| `{name}` |")] for name in EXPORTERS.names()}
+    bad = [name for name, lines in rows.items() if [line.count("|") for line in lines] != [4]]
+    assert not bad, f"docs/fallback.md, Formats: one row of three cells for each of {bad}"
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -84,7 +86,7 @@ def test_a_line_break_in_a_name_does_not_leave_its_comment(run: Run) -> None:
     wicked = "layers.1\nimport os"
     for name in STACKS:
         lines = exported(name, run, [Fallback(module=wicked, gemms=("fprop",), tensor="input", reasons=(wicked,))]).splitlines()
-        assert "import os" not in [line.strip(" '\"") for line in lines], name
+        assert "import os" not in [line.strip(" '\"") for line in lines], f"{name} writes a name with a line break as two lines"
 
 
 def test_json_keeps_the_schedule_and_old_lists_stay_schema_1(run: Run) -> None:

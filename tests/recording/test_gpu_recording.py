@@ -206,7 +206,7 @@ def test_rows_are_those_of_the_reference(device: str, dtype: torch.dtype, recipe
             if key[5] == "exact" and ("err" in name or "nmse" in name):  # of the accumulation: 14 bits, FP32 on a CPU
                 assert found[key]["sum_err2"] <= 1e-4 * found[key]["sum_x2"]
                 continue
-            if name.endswith("_flips"):  # of columns that are almost equal
+            if name in ("num_top1_flips", "num_top2_flips"):  # of columns that are almost equal
                 assert abs(want - value) <= max(2, 0.02 * row["num_choice_rows"]), (key, name, want, value)
                 continue
             # Sums of errors cancel; a result's error depends on how its GEMM sums.
