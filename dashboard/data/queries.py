@@ -153,8 +153,8 @@ def casts(run: Run, cache: MetricCache | None = None) -> list[tuple[str, bool]]:
             if reference == "operand":
                 running[name] = running.get(name, False) or actual
         return sorted(running.items(), key=lambda cast: (not cast[1], cast[0]))
-    table = run.sql(
-        "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM stats WHERE reference = 'operand'"
+    table = run.distinct_sites(
+        "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM site_rows WHERE reference = 'operand'"
         " GROUP BY cast_name ORDER BY 2 DESC, 1"
     )
     return [(row["cast_name"], bool(row["running"])) for row in table.to_pylist()]

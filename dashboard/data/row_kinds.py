@@ -103,13 +103,12 @@ def needs_histogram_sql(run: Run) -> str:
 def _casts_below_8_bits(run: Run) -> dict[str, Cast]:
     """Return the casts of operands to formats of less than 8 bits by name; footers tell at once that a run has none."""
     first, last = _BELOW_8_BITS[0], _BELOW_8_BITS[-1]
-    query = (
-        f"SELECT DISTINCT cast_name FROM raw WHERE cast_name >= '{first} ' AND cast_name < '{last}!' AND reference = 'operand'"
-    )
+    named = f"cast_name >= '{first} ' AND cast_name < '{last}!'"
+    query = f"SELECT DISTINCT cast_name FROM site_rows WHERE {named} AND reference = 'operand'"
 
     def read() -> dict[str, Cast]:
         found = {}
-        for name in sorted(run.sql(query)["cast_name"].to_pylist()):
+        for name in sorted(run.distinct_sites(query)["cast_name"].to_pylist()):
             with suppress(UsageError):  # of another version
                 found[name] = Cast.parse(name)
         return {name: cast for name, cast in found.items() if cast.format in _BELOW_8_BITS}

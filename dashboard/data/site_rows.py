@@ -28,11 +28,15 @@ COLUMNS = ("gemm", "tensor", "cast_name", "reference", "actual")
 ROWS_AT_ONCE = 1_000_000
 
 
-def keys_of(run: Run, condition: str = "TRUE", values: Sequence[object] = ()) -> list[Key]:
-    """Return the sites of the rows under a condition over ``raw``."""
+def keys_of(run: Run, condition: str | None = None, values: Sequence[object] = ()) -> list[Key]:
+    """Return the sites of the rows under a condition over ``raw``, or of all rows."""
     known = " AND ".join(f"{name} IS NOT NULL" for name in ("module", "step", *COLUMNS))
-    rows = run.sql(f"SELECT DISTINCT {', '.join(COLUMNS)} FROM raw WHERE {known} AND {condition}", list(values)).to_pylist()
-    return sorted((row["gemm"], row["tensor"], row["cast_name"], row["reference"], row["actual"]) for row in rows)
+    asked = f"SELECT DISTINCT {', '.join(COLUMNS)} FROM {{}} WHERE {known}"
+    if condition is None:
+        table = run.distinct_sites(asked.format("site_rows"))
+    else:
+        table = run.sql(f"{asked.format('raw')} AND {condition}", list(values))
+    return sorted((row["gemm"], row["tensor"], row["cast_name"], row["reference"], row["actual"]) for row in table.to_pylist())
 
 
 def read_rows(

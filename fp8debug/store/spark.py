@@ -84,6 +84,7 @@ class _OnSpark(Run):
     """A run whose views lie in a Spark session."""
 
     keeps_whole = False
+    _has_all_rows = False  # the files may be where only executors reach them
     _dialect = SPARK
     _session: Any
     _held: dict[str, Any]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,17 @@ import pyarrow.parquet as pq
 from fp8debug.errors import RunError
 from fp8debug.store import stream
 from fp8debug.store.file_checks import RefusedError, has_long_text, leads_inside, places, read_footer, size_of, twice
+from fp8debug.store.locations import ObjectPath
 from fp8debug.store.read.manifest import read_manifest
+from fp8debug.store.read.repeats import SiteBytes, site_bytes
 from fp8debug.store.read.stream_recovery import read_batches
 from fp8debug.store.schema import SCHEMA_VERSION, SITE_KEYS, TABLES, columns_of
 
 #: The problem of a run of which nothing is lost: old and new parts stand side by side, each of them whole.
 CUT_SHORT = "fp8debug compact was cut short; run it again to end it"
+
+#: Steps are int32 in our columns: a larger one is read as null.
+MAX_STEP = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class RunFile:
         first_step: smallest step, None without one.
         last_step: largest step, None where it is not known without reading rows.
         is_whole: every row is known to have its keys; else readers leave out the rows that lack one.
+        sites: where a part of stats holds the columns of its sites; None where that is not known.
+        num_rows: rows in a part as its footer has them; None for a stream.
     """
 
     path: Path
@@ -47,6 +54,12 @@ class RunFile:
     first_step: int | None
     last_step: int | None = None
     is_whole: bool = False
+    sites: SiteBytes | None = None
+    num_rows: int | None = None
+
+    def is_counted_whole(self, before: int | None) -> bool:
+        """Return whether every row is known to count, where those below a step do, or all that have a step."""
+        return self.is_whole and self.last_step is not None and self.last_step < (MAX_STEP + 1 if before is None else before)
 
 
 @dataclass
@@ -85,6 +98,32 @@ class RunFiles:
         last = [s.last_step if before is None else min(s.last_step, before - 1) for s, before in found if s.last_step is not None]
         is_known = all(s.is_whole and s.rows is None for s, _ in found) and len(first) == len(last) == len(found) > 0
         return (min(first), max(last)) if is_known else None
+
+    def num_rows(self, table: str) -> int | None:
+        """Return how many rows of a table count, None where footers alone do not tell."""
+        found = [(source, before) for before, group in self.sources.items() for source in group if source.table == table]
+        if any(source.num_rows is None or not source.is_counted_whole(before) for source, before in found):
+            return None
+        return sum(source.num_rows or 0 for source, _ in found)
+
+    def without_repeats(self) -> RunFiles:
+        """Return the files without the parts of stats whose rows have the same sites, byte for byte, as those of another part.
+
+        Left out are only parts on a disk of this machine, of which every row counts. What DISTINCT, min and max find in
+        ``repeats.SITE_COLUMNS`` is the same.
+        """
+        known: set[bytes] = set()
+        sources: dict[int | None, list[RunFile]] = {}
+        for before, group in self.sources.items():
+            for source in group:
+                digest = None
+                if source.sites is not None and source.is_counted_whole(before) and not isinstance(source.path, ObjectPath):
+                    digest = source.sites.digest(source.path)
+                if digest is None or digest not in known:
+                    sources.setdefault(before, []).append(source)
+                if digest is not None:
+                    known.add(digest)
+        return replace(self, sources=sources)
 
 
 def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
@@ -244,8 +283,9 @@ class _TableFolder:
             return None
         if not metadata.num_rows or not (schema is last or _fits(schema, self.table, path, self.problems)):
             return None
-        first, last_step = _step_ends(metadata)
-        is_whole = _is_whole(metadata, self.table)
+        at = places(metadata)
+        first, last_step = _step_ends(metadata, at)
+        is_whole = _is_whole(metadata, self.table, at)
         return RunFile(
             path=path,
             table=self.table,
@@ -256,6 +296,8 @@ class _TableFolder:
             first_step=first,
             last_step=last_step,
             is_whole=is_whole,
+            sites=site_bytes(metadata, at) if self.table == "stats" else None,
+            num_rows=metadata.num_rows,
         )
 
 
@@ -297,9 +339,9 @@ def _family(arrow: pa.DataType) -> str:
     return "timestamp" if pa.types.is_timestamp(arrow) else str(arrow)
 
 
-def _step_ends(metadata: pq.FileMetaData) -> tuple[int | None, int | None]:
+def _step_ends(metadata: pq.FileMetaData, at: Mapping[str, int]) -> tuple[int | None, int | None]:
     """Return the smallest and the largest step of a part; no largest where a row group does not tell its own."""
-    index = places(metadata).get("step")
+    index = at.get("step")
     if index is None:
         return None, None
     found = [metadata.row_group(group).column(index).statistics for group in range(metadata.num_row_groups)]
@@ -309,9 +351,8 @@ def _step_ends(metadata: pq.FileMetaData) -> tuple[int | None, int | None]:
     return min((low for low, _ in ends), default=None), last
 
 
-def _is_whole(metadata: pq.FileMetaData, table: str) -> bool:
+def _is_whole(metadata: pq.FileMetaData, table: str, at: Mapping[str, int]) -> bool:
     """Return whether the footer says that no row lacks a key, and none has a negative step."""
-    at = places(metadata)
     if not at.keys() >= set(needed(table)):
         return False
     for group in range(metadata.num_row_groups):

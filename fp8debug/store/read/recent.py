@@ -32,6 +32,8 @@ class RecentRun(Run):
         RunError: as for a Run.
     """
 
+    _has_all_rows = False
+
     def __init__(self, path: str | Path, num_sampled: int = NUM_SAMPLED) -> None:
         self._num_sampled = num_sampled
         self.first, self.last = 0, -1

@@ -15,8 +15,9 @@ from fp8debug.errors import Fp8DebugError, NoMatchError, NoStepYetError, RunErro
 from fp8debug.store.locations import ObjectPath, forget, place_of, why
 from fp8debug.store.read.ending import end_thread_at_exit, stop_at_exit
 from fp8debug.store.read.engine import connect, path_literal, unreadable
-from fp8debug.store.read.files import RunFile, RunFiles, scan
+from fp8debug.store.read.files import RunFile, RunFiles, needed, scan
 from fp8debug.store.read.manifest import modules_table
+from fp8debug.store.read.repeats import SITE_COLUMNS
 from fp8debug.store.read.views import (
     DUCKDB,
     columns_in,
@@ -64,6 +65,8 @@ class Run:
 
     #: Whether a small one may be kept in memory whole.
     keeps_whole = True
+    #: Whether ``raw`` has all rows of the files, so that of parts that repeat one another one will do for the sites.
+    _has_all_rows = True
     _dialect = DUCKDB
 
     def __init__(self, path: str | Path) -> None:
@@ -131,6 +134,7 @@ class Run:
         self.ranks, self.problems = files.ranks, files.problems
         self._memo: dict[str, Any] = {}
         self._footer_ends = files.step_ends()
+        self._files = files
         self._modules: list[dict[str, Any]] | None = None
         self._connection = connect(self._folders())
         self._create_views(files)
@@ -234,6 +238,33 @@ class Run:
                 if isinstance(error, Fp8DebugError) or not isinstance(self.path, ObjectPath):
                     raise
                 raise RunError(f"{self.path} cannot be read: {why(error)}") from None
+
+    def distinct_sites(self, query: str) -> pa.Table:
+        """Return the answer to a query over ``site_rows``: steps and ``repeats.SITE_COLUMNS`` of rows of ``raw``.
+
+        They have every combination of these columns that ``raw`` has, not as often and not at every step: parts whose bytes
+        repeat are read once. For DISTINCT, min and max.
+
+        Args:
+            query: one SELECT from ``site_rows``, without parameters.
+
+        Raises:
+            UsageError: the query is wrong.
+            RunError: the files cannot be read.
+        """
+
+        def ask() -> pa.Table:
+            self.memo("site_rows", self._create_site_rows)
+            return self._query(query, None)
+
+        return self._again(ask)
+
+    def _create_site_rows(self) -> None:
+        if self._has_all_rows:
+            columns = [column for column in self._slots if column.name in (*SITE_COLUMNS, *needed("stats"))]
+            self._create("site_rows", self._table_sql("stats", columns, self._files.without_repeats()))
+        else:
+            self._create("site_rows", f"SELECT step, {', '.join(SITE_COLUMNS)} FROM raw")
 
     def hold(self, tables: Mapping[str, str]) -> None:
         """Keep the answers to queries as tables, made in this order; each then stands for a view of its name, until a refresh."""
@@ -354,8 +385,8 @@ class Run:
         return list(known.values())
 
     def _read_modules(self) -> list[dict[str, Any]]:
-        query = "SELECT module, min(call_index) AS call_index FROM raw WHERE module IS NOT NULL GROUP BY module"
-        called = {row["module"]: row["call_index"] for row in self.sql(query).to_pylist()}
+        query = "SELECT module, min(call_index) AS call_index FROM site_rows WHERE module IS NOT NULL GROUP BY module"
+        called = {row["module"]: row["call_index"] for row in self.distinct_sites(query).to_pylist()}
         known: dict[str, dict[str, Any]] = {}
         for manifest in (self.manifest, *(found for _, found in sorted(self.rank_manifests.items()))):
             listed = manifest.get("modules")
@@ -395,7 +426,10 @@ class Run:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of statistics that were recorded, those of all ranks."""
+        """Number of rows of statistics that were recorded, those of all ranks; the footers of most runs tell it."""
+        num = self._files.num_rows("stats") if self._has_all_rows else None
+        if num is not None:
+            return num
         return int(self.memo("num_rows", lambda: self.sql("SELECT count(*) AS num FROM raw").to_pylist()[0]["num"]))
 
     @property
