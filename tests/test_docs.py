@@ -73,6 +73,19 @@ def test_the_catalogue_names_the_rules_that_there_are() -> None:
     assert {f"F{100 + int(number)}" for number, code in rows if code != "-"} >= {rule.code for rule in RULES}
 
 
+def test_rules_that_judge_at_the_end_alone_are_in_the_limits() -> None:
+    """A tracker's judge asks the rules that name their rows; the others see a run when it has ended."""
+    text = (DOCS / "limits.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^- A live alarm of rules that need the whole run: ([F\d,\s]+)\.", text, re.MULTILINE)
+    assert listed.replace(",", "").split() == [rule.code for rule in RULES if not tuple(rule.looks())], "docs/limits.md"
+
+
+def test_the_readme_shows_the_number_of_rules() -> None:
+    """What README's commands print is compared without its numbers."""
+    shown = re.findall(r"of (\d+) rules ran", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown == [str(len(RULES))], f"README.md, The first triage: there are {len(RULES)} rules"
+
+
 def test_sections_that_docstrings_cite_are_there() -> None:
     """Docstrings cite ``numerics.md, 4``: the section's number."""
     sources = [path for folder in ("fp8debug", "cli", "dashboard") for path in (ROOT / folder).rglob("*.py")]

@@ -76,6 +76,7 @@ def test_our_own_formats_hold_everything(name: str, run: Run) -> None:
 )
 def test_every_file_can_be_read(name: str, fallbacks: tuple[Fallback, ...], tmp_path: Path) -> None:
     exporter = EXPORTERS.get(name)
+    assert exporter.suffix in READERS, f"READERS has no way to read {exporter.suffix}, the suffix of {name}"
     odd = recorded(tmp_path / "run", [*NAMES, ODD])
     for text in exporter.files(odd, fallbacks).values():
         READERS[exporter.suffix](text)
