@@ -107,7 +107,7 @@ def layout(view: View, run_view: RunView) -> Component:
                         axis_controls(view, run_view),
                         graph("evidence", figure),
                     ),
-                    card("Manual page of the rule", html.Div(manual, id="finding-manual", className="manual", tabIndex=0)),
+                    card("About the rules", html.Div(manual, id="finding-manual", className="manual", tabIndex=0)),
                 ],
                 className="columns columns-wide-left",
             ),

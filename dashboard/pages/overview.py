@@ -69,7 +69,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "maxWidth": 110,
     },
     {"field": "unit", "headerName": "Unit", "width": 62, "maxWidth": 76},
-    {"field": "message", "headerName": "Evidence", "width": 330, "tooltipField": "message"},
+    {"field": "message", "headerName": "Evidence", "width": 330, "minWidth": 140, "tooltipField": "message"},
     {"field": "others", "headerName": "Also / victims", "width": 120, "tooltipField": "others"},
 )
 
@@ -348,7 +348,7 @@ def _worst(view: View, run_view: RunView, findings: Sequence[Finding]) -> list[C
         return [note("No error of an operand or result was recorded.")]
     if not found:
         link = dcc.Link("heatmap", href=href("heatmap", view.run))
-        return [html.P([badge("ok", "None"), f" of {num:,} modules is beyond a warn threshold at any step: ", link, "."])]
+        return [html.P([badge("ok", "None"), f" of {num:,} modules is beyond a warn threshold at any sampled step: ", link, "."])]
     codes: dict[str, list[Finding]] = {}
     for finding in findings:
         for module in dict.fromkeys((finding.module, *finding.also)):

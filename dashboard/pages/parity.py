@@ -23,7 +23,7 @@ from .base import Page
 
 _NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "comparator": BY_NUMBER, "width": 130}
 #: Names of modules differ at their end: model.layers.0.post_attention_layernorm is whole; a narrow table scrolls.
-_NAME: dict[str, Any] = {"width": 262, "minWidth": 262}
+_NAME: dict[str, Any] = {"width": 262, "minWidth": 240}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "place", "headerName": "#", "type": "rightAligned", "width": 64},
     {"field": "cause", "headerName": "Finding", "width": 110, "minWidth": 110},

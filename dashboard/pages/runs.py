@@ -34,7 +34,7 @@ _UNSORTED = {"sortable": False, "filter": False}
 _TICK: dict[str, Any] = {"colId": "tick", "headerName": "✓", "cellRenderer": "Tick", **_UNSORTED}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {**_TICK, "width": 34, "minWidth": 34, "maxWidth": 34, "resizable": False},
-    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 230, "tooltipField": "name"},
+    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 230, "minWidth": 130, "tooltipField": "name"},
     {
         "field": "severity",
         "headerName": "Verdict",
@@ -43,7 +43,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "width": 110,
         "minWidth": 104,
     },
-    {"field": "finding", "headerName": "First finding", "width": 270, "tooltipField": "finding"},
+    {"field": "finding", "headerName": "First finding", "width": 270, "minWidth": 144, "tooltipField": "finding"},
     {"field": "recipe", "headerName": "Recipe", "width": 140, "minWidth": 128, "tooltipField": "recipe"},
     {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 84},
     {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 80},

@@ -109,9 +109,8 @@ def _has_as_many(name: str, a: Site, b: Site, paths: tuple[str | Path, str | Pat
     """
     counts = _of(a, "input", "numel"), _of(b, "input", "numel")
     if counts[0] != counts[1] and paths is not None and not is_of_expert(name):
-        raise RunError(
-            f"{name} got {counts[0]:g} numbers in {paths[0]} and {counts[1]:g} in {paths[1]}: record both on the same tokens"
-        )
+        many = f"{counts[0]:,.0f} numbers in {paths[0]} and {counts[1]:,.0f} in {paths[1]}"
+        raise RunError(f"{name} got {many}: record both on the same tokens")
     return counts[0] == counts[1]
 
 

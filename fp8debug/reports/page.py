@@ -14,6 +14,7 @@ from fp8debug.rules import RULES, Finding, Findings, Severity
 from fp8debug.rules.base import Documented, asks_for_cast
 from fp8debug.rules.comparison.configuration import configuration_words, gap_words
 from fp8debug.rules.reading.lost import Lost
+from fp8debug.store.read.module_names import folded_words
 from fp8debug.store.read.run import Run
 
 WORDS = {"error": "✖ error", "warning": "▲ warning", "info": "● info", "ok": "✔ ok"}
@@ -191,8 +192,8 @@ def _card(run: Run, finding: Finding) -> str:
         "cast": finding.cast,
         "steps": " to ".join(map(str, dict.fromkeys(finding.steps))),
         "ranks": ", ".join(map(str, finding.ranks)),
-        "same cause": ", ".join(finding.also),
-        "victims": ", ".join(finding.victims),
+        "same cause": folded_words(finding.also),
+        "victims": folded_words(finding.victims),
     }
     rows = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value)
     charts = "".join(f"<div>{chart.to_svg()}</div>" for chart in charts_of(run, finding))

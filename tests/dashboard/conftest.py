@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples.write_healthy(root / "no-loss", num_steps=40, steps=dict.fromkeys(range(40), nothing))
     samples.write_healthy(root / "<b>hostile<b>", num_steps=40, modules=samples.HOSTILE_MODULES)
     (root / "empty").mkdir()
-    (root / "empty" / "manifest.json").write_text('{"schema_version": 1}')
+    (root / "empty" / "manifest.json").write_text('{"schema_version": 999}')  # of a newer fp8debug
     (root / "notes").mkdir()
     return root
 

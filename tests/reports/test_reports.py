@@ -224,6 +224,14 @@ def test_the_page_says_it_all(sick: tuple[Run, Findings]) -> None:
     assert any(label and label.startswith("elements made NaN or Inf, steps 0 to ") for label in labels)
 
 
+def test_names_of_repeated_layers_are_folded(sick: tuple[Run, Findings]) -> None:
+    run, findings = sick
+    victims = tuple(f"blocks.{i}.mlp.up" for i in range(24))
+    one = replace(findings[0], victims=victims, also=("head",))
+    text = Page(to_html(run, Findings([one], thresholds=findings.thresholds))).text
+    assert "victims blocks.{0..23}.mlp.up (24)" in text and "same cause head" in text
+
+
 def test_what_a_plot_and_a_list_leave_out_is_counted(sick: tuple[Run, Findings]) -> None:
     run, findings = sick
     one = findings[0]

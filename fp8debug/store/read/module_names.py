@@ -30,6 +30,11 @@ def folded(names: Sequence[str], alike: Sequence[Hashable] | None = None) -> lis
     return [(".".join(parts), places) for parts, _, places in groups]
 
 
+def folded_words(names: Sequence[str]) -> str:
+    """Return names folded over their numbers, in one line; a pattern of several names with how many it stands for."""
+    return ", ".join(pattern if len(places) == 1 else f"{pattern} ({len(places)})" for pattern, places in folded(names))
+
+
 def _joined(found: Sequence[tuple[tuple[str, ...], Hashable, list[int]]], at: int) -> tuple[tuple[str, ...], Hashable, list[int]]:
     parts, key, _ = found[0]
     numbers = sorted({int(group[0][at]) for group in found}) if _is_number(parts, at) else []

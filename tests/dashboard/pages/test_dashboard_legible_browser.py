@@ -297,6 +297,25 @@ def test_the_head_is_one_line_from_a_laptop_on_with_a_step_chosen_too(clean_page
 
 
 @browser_test
+@pytest.mark.parametrize("narrow_page", [(768, "light")], indirect=True, ids=["768"])
+def test_a_choice_has_room_for_its_words_on_a_tablet(narrow_page: Page, site: str) -> None:
+    for name in ("module", "compare", "ranks", "findings"):
+        settle(narrow_page, site + samples.PAGES[name])
+        boxes = narrow_page.locator(".page .mantine-Select-input").evaluate_all("(at) => at.map((one) => one.clientWidth)")
+        assert min(boxes) >= 120, (name, boxes)
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1280, "light")], indirect=True, ids=["1280"])
+def test_tables_have_all_their_columns_in_sight_on_a_laptop(narrow_page: Page, site: str) -> None:
+    wider = "(at) => at.map((one) => one.scrollWidth - one.clientWidth)"
+    for name, address in samples.PAGES.items():
+        settle(narrow_page, site + address)
+        over = narrow_page.locator(".ag-center-cols-viewport").evaluate_all(wider)
+        assert all(most <= 0 for most in over), name
+
+
+@browser_test
 def test_every_page_has_its_own_title(clean_page: Page, site: str) -> None:
     titles = {}
     for name, address in samples.PAGES.items():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fp8debug.store.read.module_names import folded, spans
+from fp8debug.store.read.module_names import folded, folded_words, spans
 
 
 def unfolded(pattern: str) -> set[str]:
@@ -58,3 +58,7 @@ def test_patterns_stand_for_exactly_their_names() -> None:
 
 def test_ranges() -> None:
     assert spans([0, 1, 2, 5, 7, 8]) == "0..2,5,7,8"
+
+
+def test_names_in_one_line() -> None:
+    assert folded_words([f"blocks.{i}.up" for i in range(24)] + ["head"]) == "blocks.{0..23}.up (24), head"
