@@ -307,12 +307,17 @@ def test_a_choice_has_room_for_its_words_on_a_tablet(narrow_page: Page, site: st
 
 @browser_test
 @pytest.mark.parametrize("narrow_page", [(1280, "light")], indirect=True, ids=["1280"])
-def test_tables_have_all_their_columns_in_sight_on_a_laptop(narrow_page: Page, site: str) -> None:
-    wider = "(at) => at.map((one) => one.scrollWidth - one.clientWidth)"
-    for name, address in samples.PAGES.items():
-        settle(narrow_page, site + address)
-        over = narrow_page.locator(".ag-center-cols-viewport").evaluate_all(wider)
-        assert all(most <= 0 for most in over), name
+def test_tables_have_all_their_columns_in_sight_on_a_laptop(narrow_page: Page, site: str, folder: Path, tmp_path: Path) -> None:
+    """The list of runs too, unless one of them is not readable: then a column more says why."""
+    for name in ("sick", "healthy"):
+        shutil.copytree(folder / name, tmp_path / name)
+    with served(tmp_path) as readable:
+        for name, address in samples.PAGES.items():
+            settle(narrow_page, (readable if name == "runs" else site) + address)
+            narrow_page.wait_for_function(  # a grid spreads its columns when it knows its width
+                "() => Array.from(document.querySelectorAll('.ag-center-cols-viewport'))"
+                ".every((at) => at.scrollWidth <= at.clientWidth)"
+            )
 
 
 @browser_test
