@@ -11,6 +11,7 @@ from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.formats import TRANSPOSED
 from fp8debug.rules.reading.lost import Lost, losses_of
+from fp8debug.rules.reading.unwatched import in_words, unwatched
 from fp8debug.store.flop_shares import GemmShares, Rest, gemm_shares
 from fp8debug.store.read.module_names import folded
 from fp8debug.store.read.run import Run
@@ -122,6 +123,8 @@ def _print_table(run: Run, rows: Sequence[Mapping[str, Any]], lost: Sequence[Los
     for entry in run.manifest.get("filters") or ():
         number = entry.get("matched")
         echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {number} module{'' if number == 1 else 's'}")
+    for line in in_words(unwatched(run)):
+        echo(one_line(line))
     for module in run.manifest.get("outside") or ():
         echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
 

@@ -466,8 +466,17 @@ def _coverage(view: View, run_view: RunView) -> list[Component | None]:
         )
         if found.rest
         else None,
+        _unwatched(run_view),
         html.Div([casts, skipped if found.skipped else note("Every Linear runs in FP8.")], className="columns"),
     ]
+
+
+def _unwatched(run_view: RunView) -> Component | None:
+    """Return what the run did not look at, when the rules have read it."""
+    found = run_view.judged().known
+    if found is None or not found.not_watched:
+        return None
+    return html.Div([html.P("Not watched:"), html.Ul([html.Li(entry["text"]) for entry in found.not_watched])], id="unwatched")
 
 
 PAGE = Page(name="overview", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -44,7 +44,7 @@ def triage_in_process(path: Path) -> Findings:
 
 def packed(findings: Findings) -> dict[str, Any]:
     """Return findings, their parts too, as plain values that :func:`unpacked` reads."""
-    kept = ("run", "steps", "skipped", "baseline", "classification", "thresholds", "lost")
+    kept = ("run", "steps", "skipped", "baseline", "classification", "thresholds", "lost", "not_watched")
     return {"findings": [asdict(f) for f in findings], **{name: getattr(findings, name) for name in kept}}
 
 

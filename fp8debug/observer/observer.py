@@ -227,6 +227,7 @@ class Observer:
         self.num_modules = 0
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
+        self.modules_recomputed: dict[str, str] = {}  # those that a backward pass recomputed, and how (docs/backends.md)
         self.modules_seen: set[str] = set()  # those that have recorded anything
         self.modules_given_up: set[str] = set()  # those of which a sample ended early, which was reported
         self.step_count = 0  # how many steps have begun

@@ -129,7 +129,10 @@ class Probe(StepState):
             self._seen_outside_backward = True
         elif self._seen_outside_backward:
             self._recomputed = True
+            self.observer.modules_recomputed[self.module] = "again"
             return False
+        else:  # a reentrant checkpoint, whose first pass has no gradients
+            self.observer.modules_recomputed[self.module] = "alone"
         if self.call_index < 0:
             self.observer.modules_called.add(self.module)
             self.call_index = self.observer.next_call_index()

@@ -65,7 +65,7 @@ def verdict_sections(run: Run, findings: Findings, baseline: Run | None = None) 
 
 def finding_sections(run: Run, findings: Findings) -> list[str]:
     """Return the findings with their evidence, and the comparison with the baseline that they were made with."""
-    return [_findings(run, findings), _baseline(findings.baseline)]
+    return [_findings(run, findings), _unwatched(findings), _baseline(findings.baseline)]
 
 
 def document(title: str, body: Iterable[str]) -> str:
@@ -134,6 +134,13 @@ def _classification(classification: Mapping[str, Any]) -> str:
         "<details><summary>The three classes of an FP8 training problem</summary>"
         f"<ul class='classes'>{rows}</ul></details></section>"
     )
+
+
+def _unwatched(findings: Findings) -> str:
+    """Return what was not watched, where the evidence of the class does not say so already."""
+    told = (findings.classification or {}).get("evidence", ())
+    lines = [entry["text"] for entry in findings.not_watched if not any(line.endswith(entry["text"]) for line in told)]
+    return f"<section class='panel'><h2>Not watched</h2>{bullets(lines)}</section>" if lines else ""
 
 
 def _todo(findings: Findings) -> str:

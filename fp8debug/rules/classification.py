@@ -7,7 +7,7 @@ are off all the same, training and inference differ. The division is that of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,8 @@ from fp8debug.rules.reading.losses import divergence, first_nonfinite, nonfinite
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
-from fp8debug.rules.reading.outside_scales import applied_outside
-from fp8debug.rules.reading.traces import has_fp8, is_inference, percent, sampled_steps, unrecorded_fp8
-from fp8debug.store.flop_shares import gemm_shares
+from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps, unrecorded_fp8
+from fp8debug.rules.reading.unwatched import and_more, in_words, unwatched
 from fp8debug.store.read.files import CUT_SHORT
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ TITLES = {
     "inference": "inference",
     "unknown": "unknown",
 }
-#: Kind of modules that add their bias themselves, once.
-_OWN = "Fp8Linear"
 #: Words for losses in which no spike and no divergence was found.
 FINE = "the loss is fine"
 MISMATCH_TITLE = "(c) loss fine, inference off"
@@ -235,15 +232,14 @@ def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Class
     base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words, *told), step=step)
     if near:
         return at_first(replace(base, what=f"{words}. FP8's doing: {since(near[0])}"), near)
-    jump = next((c for c in changes if c.is_learning_rate and c.step < step), None)  # an update acts on the loss of the next step
-    if jump is not None and not moved.found:
-        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {jump.what} at step {jump.step}")
+    jump = None if moved.found else _rate_jump(changes, step)
+    if jump is not None:
+        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}")
     later = first_seen_after(run, step, harmful)
     if later:
-        unclear = (
-            f"{name_of(later[0])} is first seen at step {later[0].steps[0]}, the next sampled step, and may be its consequence"
+        return replace(
+            base, cause="undecided", what=f"{words}. Whether FP8 did it is not decided: {_maybe_consequence(later[0])}"
         )
-        return replace(base, cause="undecided", what=f"{words}. Whether FP8 did it is not decided: {unclear}")
     if moved.found or not moved.steps:
         unclear = "a cast moved before it, but no rule found a fault" if moved.found else "too little was recorded before it"
         return replace(base, cause="undecided", what=f"{words}. Whether FP8 did it is not decided: {unclear}")
@@ -275,18 +271,27 @@ def _divergence(
     if lost is not None:
         return replace(base, cause="undecided", what=lost.message, evidence=(*evidence, lost.cure))
     moved = movements_before(run, step)
-    jump = next((c for c in changes if c.is_learning_rate and c.step < step), None)  # an update acts on the loss of the next step
-    if jump is not None and not moved.found:
-        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {jump.what} at step {jump.step}")
+    jump = None if moved.found else _rate_jump(changes, step)
+    if jump is not None:
+        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}")
     later = first_seen_after(run, step, harmful)
     if later:
-        unclear = (
-            f"{name_of(later[0])} is first seen at step {later[0].steps[0]}, the next sampled step, and may be its consequence"
-        )
+        unclear = _maybe_consequence(later[0])
         return replace(base, cause="undecided", what=f"{words}; {unclear}", evidence=(*evidence, moved.words))
     cause = "undecided" if moved.found or not moved.steps else "not-fp8"
     told = "no cast shows a fault: look at the data, the learning rate and the optimizer"
     return replace(base, cause=cause, what=f"{words}; {told}", evidence=(*evidence, moved.words))
+
+
+def _rate_jump(changes: Sequence[Change], step: int) -> Change | None:
+    """Return a jump of the learning rate before a step: its update acts on the loss of the next one."""
+    return next((change for change in changes if change.is_learning_rate and change.step < step), None)
+
+
+def _maybe_consequence(finding: Finding) -> str:
+    """Return in words that a finding is first seen after the loss had left its course."""
+    first = finding.steps[0]
+    return f"{name_of(finding)} is first seen at step {first}, the next sampled step, and may be its consequence"
 
 
 def _from_outside(base: Classification, lost: Finding, before: Sequence[Finding], evidence: tuple[str, ...]) -> Classification:
@@ -336,7 +341,7 @@ def _of_inference(run: Run, findings: Sequence[Finding], harmful: Sequence[Findi
     num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
     extent = f"{num_steps} sampled pass{'' if num_steps == 1 else 'es'}, {num_modules} module{'' if num_modules == 1 else 's'}"
     evidence = ("forward GEMMs alone were judged; to compare with the training: fp8debug parity TRAIN ROLLOUT",)
-    base = Classification(kind="inference", cause="findings", what="", evidence=(*evidence, *_outside(run)))
+    base = Classification(kind="inference", cause="findings", what="", evidence=(*evidence, *in_words(unwatched(run))))
     if findings:
         what = f"inference; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
         return at_first(replace(base, what=what), harmful)
@@ -346,22 +351,18 @@ def _of_inference(run: Run, findings: Sequence[Finding], harmful: Sequence[Findi
     return replace(base, cause="healthy", what=f"inference; {ran[0]} of {ran[1]} rules ran; none found a fault ({extent})")
 
 
-def _and_more(count: int) -> str:
-    return f" and {count} more" if count else ""
-
-
 def _nothing_found(run: Run, ran: tuple[int, int], advice: str, loss: str) -> Classification:
     """Return the class of a run in which no rule found a fault, with what this rests on."""
     rules = f"{ran[0]} of {ran[1]} rules ran"
     num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
     extent = f"{num_steps} sampled step{'' if num_steps == 1 else 's'}, {num_modules} module{'' if num_modules == 1 else 's'}"
     unread = tuple(f"not read: {problem}" for problem in run.problems if not problem.endswith(CUT_SHORT))
-    outside = tuple(_outside(run))
+    outside = tuple(in_words(unwatched(run)))
     if not has_fp8(run):
         others = unrecorded_fp8(run)
         why = "no operand ran in FP8, so no cast was judged"
         if others:
-            why = f"no cast was judged: FP8 ran in {others[0]}{_and_more(len(others) - 1)}, which is not recorded"
+            why = f"no cast was judged: FP8 ran in {others[0]}{and_more(others)}, which is not recorded"
         what = f"{loss}, and {why}; {rules}; none found a fault ({extent})"
         return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *outside, *unread))
     what = f"{loss}; {rules}; none found a fault ({extent})"
@@ -370,29 +371,6 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str, loss: str) -> Cl
     return Classification(
         kind="loss-fine", cause="not-judged" if unread else "healthy", what=what, evidence=(advice, *outside, *unread)
     )
-
-
-def _outside(run: Run) -> Iterable[str]:
-    """Return what multiplies outside the recorded modules, of which nothing is claimed."""
-    shares = gemm_shares(run.modules, run.gemms)
-    if shares is not None and shares.rest:
-        first, share = shares.rest[0], sum(one.share for one in shares.rest)
-        where = f"{first.fqn} ({first.kind}: {first.reason}){_and_more(len(shares.rest) - 1)}"
-        yield f"not watched: {percent(share)} of the GEMM FLOPs, first {where}"
-    without = applied_outside(run)
-    if without:
-        site = without[0]
-        operand = f"{site['module']} {site['gemm']} {site['tensor']}{_and_more(len(without) - 1)}"
-        yield (
-            "not watched: whether scales are applied outside their GEMMs, whose scale_inv is 1 in every block:"
-            f" {operand}; compare the output of such a module with the BF16 product of its input and weight"
-        )
-    added = [m["fqn"] for m in run.modules if m.get("bias") and m.get("fp8") and m.get("observed") and m["kind"] != _OWN]
-    if added:
-        yield (
-            f"not watched: what modules add to the results of their GEMMs: the bias of {added[0]}{_and_more(len(added) - 1)};"
-            " a bias that is left out or added twice shows in fp8debug parity of two paths"
-        )
 
 
 def _change(change: Change) -> str:

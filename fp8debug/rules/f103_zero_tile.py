@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug.formats import GRANULARITIES
 from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
@@ -72,7 +73,8 @@ class ZeroTileNan(Rule):
         (nonfinite-unwritten), as rows of padding in a buffer that was never filled. Where a scale is finite and single elements
         are hit, their codes were never written, or something else wrote there (nonfinite-codes). The first such cast is the
         culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
-        blocks that stay zero are healthy.
+        blocks that stay zero are healthy. Whether the codes or the scale of a zero block are NaN shows where fewer elements than
+        a block has are hit; else a dump of the operand tells, which the message names.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite, unless
         the operands are so large that it overflows in every format (F125); so
         is the first one of a step that was not sampled, where the run looked there (watch's check_finite), and a result that was
@@ -194,6 +196,8 @@ class ZeroTileNan(Rule):
                 f"no block was all zero{_others(trace, row['sqnr_db'])}, so that these codes were never written, something else"
                 " wrote there, or the scale of a small block is not finite"
             )
+        if zero and not tiny:
+            cause += _codes_or_scale(trace, row)
         elements = f"{count} finite element{'' if count == 1 else 's'}" if is_known else "finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
         finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
@@ -282,6 +286,21 @@ def _finite_zeros(run: Run, trace: Trace) -> str | None:
     )
     found = run.sql(query, [trace.module, trace.cast_name]).to_pylist()
     return f"{found[0]['gemm']} {found[0]['tensor']}" if found else None
+
+
+def _codes_or_scale(trace: Trace, row: Mapping[str, Any]) -> str:
+    """Return in words whether the codes or the scale of a block of zeros are NaN, or what would tell.
+
+    A scale of NaN takes all elements of its block. No statistic holds the scales of blocks of zeros.
+    """
+    tile = GRANULARITIES[trace.cast.granularity] if trace.cast is not None else (None, None)
+    elements = (tile[0] or 0) * (tile[1] or 0)
+    if elements and row["numel"] == elements * row["num_blocks"] and row["num_actual_nonfinite"] < elements:
+        return f"; fewer elements than the {elements} of a block, so that codes are NaN, and not a scale"
+    return (
+        "; whether codes or scales are NaN there is not in the statistics, and the tensors of"
+        f" dump=['{trace.module}:{trace.gemm}:{trace.tensor}@{row['step']}'] tell"
+    )
 
 
 def _others(trace: Trace, sqnr_db: float | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.parting import parting, precision_parts, rounded_export
+from fp8debug.rules.reading.parting import differing_casts, parting
 from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
@@ -115,12 +115,10 @@ class InferenceDiffers(Rule):
     def _quiet(self, run: Run) -> Iterable[Finding]:
         """Return what the two paths do otherwise while their logits hardly differ, as information."""
         steps = run.sql("SELECT min(step) AS first, max(step) AS last FROM events WHERE kind = 'inference'").to_pylist()[0]
-        looks = (("other-precision", precision_parts), ("rounded-before-cast", rounded_export))
-        for name, part in ((name, look(run, self.min_share)) for name, look in looks):
-            if part is not None:
-                yield Finding(code=self.code, name=name, severity=Severity.INFO, steps=(steps["first"], steps["last"]),
-                              ranks=tuple(run.ranks), value=None, threshold=None, message=part.why, module=part.module,
-                              gemm="fprop", tensor=part.tensor, call_index=part.place, cure=part.cure or self.cure)  # fmt: skip
+        for name, part in differing_casts(run, self.min_share):
+            yield Finding(code=self.code, name=name, severity=Severity.INFO, steps=(steps["first"], steps["last"]),
+                          ranks=tuple(run.ranks), message=part.why, module=part.module, gemm="fprop", tensor=part.tensor,
+                          call_index=part.place, cure=part.cure or self.cure)  # fmt: skip
 
     @staticmethod
     def _exceeds(row: dict[str, Any], nmse: float, kl: float) -> bool:

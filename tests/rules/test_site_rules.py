@@ -186,6 +186,18 @@ def test_an_empty_history_is_told_as_one(tmp_path: Path) -> None:
     assert "made from an amax of zero" in finding.message and finding.cure.startswith("save and restore the amax history")
 
 
+def test_nan_codes_are_told_from_a_nan_scale_where_counts_can(tmp_path: Path) -> None:
+    zeros = {"num_zero_blocks": 1, "num_zero": 128}
+    told = []
+    for number in (3, 128):
+        sick = Override(**INPUT, slots={**zeros, "num_actual_nonfinite": number})
+        (finding,) = (f for f in triage(build(tmp_path / str(number), overrides=[sick])) if f.code == "F103")
+        told.append(finding.message.partition("; ")[2])
+    assert told[0] == "fewer elements than the 128 of a block, so that codes are NaN, and not a scale"
+    assert told[1].startswith("whether codes or scales are NaN there is not in the statistics")
+    assert told[1].endswith(f"dump=['{CULPRIT}:fprop:input@40'] tell")
+
+
 def test_zeros_that_the_cast_can_divide_by_elsewhere_were_never_written(tmp_path: Path) -> None:
     padded = {"num_zero_blocks": 4, "num_zero": 4 * 128}
     sick = Override(**INPUT, slots={**padded, "num_actual_nonfinite": 4 * 128})

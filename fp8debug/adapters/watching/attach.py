@@ -24,6 +24,7 @@ from fp8debug.adapters.watching.coverage import (
     common_recipe,
     modules_outside,
     nothing_to_watch,
+    parameter_counts,
     roots_of,
 )
 from fp8debug.adapters.watching.disk_plan import manifest_entry, planned_volume, tell
@@ -202,10 +203,11 @@ def watch(
         "git": git_state(),
         "argv": sys.argv,
     }
+    manifest["parameters"] = parameter_counts(roots, candidates, manifest["modules"])
     device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
     rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": mesh}
     if rank and is_stage(mesh):
-        rank_manifest |= rank_entry(roots, manifest["modules"])
+        rank_manifest |= {**rank_entry(roots, manifest["modules"]), "parameters": manifest["parameters"]}
     make = partial(
         RunWriter,
         path,
@@ -225,7 +227,7 @@ def watch(
             dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
             opened.callback(dumper.close)
         resumption = Resumption(writer, resume_from or 0, checkpoint, roots)
-        changes = RecipeChanges(candidates, writer, resume_from or 0, guard, resumption)
+        changes = RecipeChanges(candidates, writer, resume_from or 0, guard, resumption, roots)
         resumption.compare(manifest)
         if rank == 0 and writer.stopped is None and (trackers or on_finding is not None):
             live = start_live(writer.path, trackers, on_finding)

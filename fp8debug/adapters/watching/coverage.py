@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ class Candidate:
         not_run: why it did not run in FP8 although it is set to: no sampled step called it.
         is_known_to_run: whether a sampled step has shown if it is called.
         ran_fp8: whether FP8 GEMMs ran in it that no adapter takes.
+        recomputed: ``again`` where a backward pass recomputed a forward pass that was recorded, ``alone`` where the recomputation
+            is all that was recorded; None where none was seen.
     """
 
     fqn: str
@@ -50,6 +52,7 @@ class Candidate:
     not_run: str | None = None
     is_known_to_run: bool = False
     ran_fp8: bool = False
+    recomputed: str | None = None
     weight_dtype: str | None = None  #: of the stored weight, when it was first described
     why_compiled: str | None = None  #: why it is not recorded, where compiled code alone called it in a sampled step
 
@@ -109,6 +112,7 @@ class Candidate:
             "shared_with": self.shared_with,
             "selects": self.selects,
             "weight_dtype": self.weight_dtype,
+            "recomputed": self.recomputed,
             "params": sum(p.numel() for p in _parameters(self.module) if not is_lazy(p)),
         }
 
@@ -160,6 +164,52 @@ def _selects(root: nn.Module, name: str, module: nn.Module) -> int | None:
         if any(p is not None and p.shape[0] == out_features and in_features in p.shape[1:] for p in weights):
             return out_features
     return None
+
+
+def parameter_counts(
+    roots: Sequence[nn.Module], candidates: Sequence[Candidate], modules: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return how many parameters the model has by role: ``watched``, whose casts or updates are recorded, and the others.
+
+    A parameter that several modules hold counts once, as watched where one of them is. Under FSDP2 it counts whole, and under
+    tensor parallelism of a library's own as the rank holds it.
+
+    Args:
+        roots: the models.
+        candidates: modules of the watch.
+        modules: their entries in the manifest.
+
+    Returns:
+        by role ``first`` (FQN of the first parameter), ``num_tensors`` and ``num_params``.
+    """
+    observed = [c for c, entry in zip(candidates, modules, strict=True) if entry["observed"] and entry["called"] is not False]
+    watched = {id(p) for c in observed for p in _parameters(c.module) if num_dims(p) >= 2}
+    linears = {id(p) for c in candidates for p in _parameters(c.module)}
+    counted: set[int] = set()
+    found: dict[str, dict[str, Any]] = {}
+    for module, fqn in named_modules(roots):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in counted or is_lazy(parameter):
+                continue
+            counted.add(id(parameter))
+            role = "watched" if id(parameter) in watched else _role(module, name, parameter, linears)
+            first = {"role": role, "first": f"{fqn}.{name}".lstrip("."), "num_tensors": 0, "num_params": 0}
+            entry = found.setdefault(role, first)
+            entry["num_tensors"] += 1
+            entry["num_params"] += parameter.numel()
+    return list(found.values())
+
+
+def _role(module: nn.Module, name: str, parameter: nn.Parameter, linears: Container[int]) -> str:
+    """Return what a parameter is that is not watched, by its module's class and its own name."""
+    words = f"{type(module).__name__} {name}".lower()
+    if "norm" in words:
+        return "norm"
+    if "bias" in name.lower() and num_dims(parameter) < 2:
+        return "bias"
+    if id(parameter) in linears or isinstance(module, nn.Linear):
+        return "linear"
+    return "embedding" if "embed" in words else "other"
 
 
 def roots_of(target: object) -> list[nn.Module]:

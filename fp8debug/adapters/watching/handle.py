@@ -634,6 +634,9 @@ class Watch:
             self._writer.update_manifest({"gemms": counted, "gemms_note": self._counter.note}, add=True)
             self._uses = {entry["weight"].rpartition(".")[0]: entry for entry in reversed(counted) if entry["weight"]}
             changed = self._add_modules_in_fp8(counted)
+        for c in self._candidates:
+            if c.recomputed != (how := self._observer.modules_recomputed.get(c.fqn)):
+                c.recomputed, changed = how, True
         called = self._observer.modules_called
         if called and not is_compile_in_use():
             for c in self._candidates:

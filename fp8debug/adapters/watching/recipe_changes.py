@@ -6,7 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8debug.adapters.watching.coverage import Candidate, common_recipe
+from torch import nn
+
+from fp8debug.adapters.watching.coverage import Candidate, common_recipe, parameter_counts
 from fp8debug.adapters.watching.resumption import Resumption
 from fp8debug.errors import UsageError
 from fp8debug.fallback.guard import Evidence, Guard, Verdict
@@ -60,11 +62,13 @@ class RecipeChanges:
         first_step: of the watch.
         guard: what may change recipes by itself; None for nothing.
         resumption: compares what backends run with an earlier part of the run.
+        roots: the models, whose parameters are counted.
     """
 
     def __init__(self, candidates: Sequence[Candidate], writer: RunWriter, first_step: int, guard: Guard | None,
-                 resumption: Resumption | None = None) -> None:  # fmt: skip
+                 resumption: Resumption | None = None, roots: Sequence[nn.Module] = ()) -> None:  # fmt: skip
         self._writer = writer
+        self._roots = roots
         self._resumption = resumption
         self._candidates = list(candidates)
         self._state = [c.state for c in candidates]
@@ -169,7 +173,8 @@ class RecipeChanges:
         self._is_stale = False
         self._state = [c.state for c in self._candidates]
         modules = [c.describe(i) for i, c in enumerate(self._candidates)]
-        self._writer.update_manifest({"modules": modules, "recipe": common_recipe(self._candidates)})
+        parameters = parameter_counts(self._roots, self._candidates, modules)
+        self._writer.update_manifest({"modules": modules, "parameters": parameters, "recipe": common_recipe(self._candidates)})
         return modules
 
     def _apply_verdict(self, step: int, verdict: Verdict) -> None:

@@ -35,6 +35,7 @@ class Findings(Report[Finding]):
         classification: which class of problem the run shows (docs/triage.md).
         thresholds: in force, by code of each rule that was asked.
         lost: what the run stopped recording before its end, as ``module``, ``rank``, ``step``, ``until`` and ``reason``.
+        not_watched: what fp8debug did not look at, as ``what``, ``text``, ``share``, ``first`` and ``num``.
     """
 
     columns = CSV_COLUMNS
@@ -50,6 +51,7 @@ class Findings(Report[Finding]):
         classification: Mapping[str, Any] | None = None,
         thresholds: Mapping[str, Mapping[str, float]] | None = None,
         lost: Iterable[Mapping[str, Any]] = (),
+        not_watched: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         super().__init__(findings)
         self.run = run
@@ -58,6 +60,7 @@ class Findings(Report[Finding]):
         self.baseline = baseline
         self.classification = classification
         self.lost = [dict(entry) for entry in lost]
+        self.not_watched = [dict(entry) for entry in not_watched]
         self.thresholds = {code: dict(limits) for code, limits in (thresholds or {}).items()}
 
     @property
@@ -75,6 +78,7 @@ class Findings(Report[Finding]):
             "classification": dict(self.classification) if self.classification is not None else None,
             "findings": [finding.to_dict() for finding in self],
             "lost": self.lost,
+            "not_watched": self.not_watched,
             "skipped": [{"code": code, "reason": reason} for code, reason in self.skipped],
             "thresholds": {code: {k: finite(v) for k, v in limits.items()} for code, limits in self.thresholds.items()},
         }

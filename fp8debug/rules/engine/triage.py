@@ -21,6 +21,7 @@ from fp8debug.rules.reading.nonfinite import SICK
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
 from fp8debug.rules.reading.prefilter import is_kept_whole, screen
 from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps, unrecorded_fp8
+from fp8debug.rules.reading.unwatched import unwatched
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
@@ -78,6 +79,7 @@ def triage(
         baseline=comparison,
         classification=with_bf16(run, classification, standing, comparison).to_dict(),
         lost=[one.to_dict() for one in lost],
+        not_watched=[one.to_dict() for one in unwatched(run)],
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
     )
 

@@ -8,7 +8,7 @@ training; what lies above that of the others is a module's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -101,33 +101,23 @@ def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float
     return replace(found, why=found.why + more)
 
 
-def precision_parts(run: Run, min_share: float) -> Parting | None:
-    """Return the module that one path runs in FP8 and the other does not, where both run other modules in FP8.
+def differing_casts(run: Run, min_share: float) -> Iterator[tuple[str, Parting]]:
+    """Yield how the casts of the two paths differ, by the name of the finding, where this need not move the logits.
 
-    A path that has no FP8 at all is another recipe, not another list of modules.
-
-    Args:
-        run: a run.
-        min_share: share of the comparisons that show it.
-    """
-    return _lasting(run, _other_precision, min_share)
-
-
-def rounded_export(run: Run, min_share: float) -> Parting | None:
-    """Return the first module whose weight is in inference what BF16 makes of training's, where both paths cast it to FP8.
+    ``other-precision``: one path runs a module in FP8 and the other does not, where both run other modules in FP8 (a path
+    that has no FP8 at all is another recipe, not another list of modules). ``rounded-before-cast``: weights are in inference
+    what BF16 makes of training's, where both paths cast them to FP8.
 
     Args:
         run: a run.
         min_share: share of the comparisons that show it.
     """
-    return _lasting(run, _rounded, min_share)
-
-
-def _lasting(run: Run, look: Callable[[dict[str, dict[str, float | None]]], Parting | None], min_share: float) -> Parting | None:
     query = "SELECT message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
     compared = [modules for modules in (_modules(row["message"]) for row in run.sql(query).to_pylist()) if modules]
-    found = [part for part in map(look, compared) if part is not None]
-    return found[0] if found and len(found) >= min_share * len(compared) else None
+    for name, look in (("other-precision", _other_precision), ("rounded-before-cast", _rounded)):
+        found = [part for part in map(look, compared) if part is not None]
+        if found and len(found) >= min_share * len(compared):
+            yield name, found[0]
 
 
 def _precisions(modules: Mapping[str, Mapping[str, float | None]]) -> dict[str, tuple[bool, bool]] | None:

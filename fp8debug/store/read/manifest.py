@@ -25,14 +25,14 @@ MAX_MODULES = 1_000_000
 _TOP: dict[str, Any] = {
     **dict.fromkeys(("name", "created", "ended", "fp8debug_version", "plain_recipe", "device", "hostname", "gemms_note"), str),
     **dict.fromkeys(("modules", "gemms", "filters", "outside", "writings", "argv", "what_if", "include", "exclude"), list),
-    "resumed": list,
+    **dict.fromkeys(("resumed", "parameters"), list),
     **dict.fromkeys(("recipe", "environment", "mesh", "git"), dict),
     **dict.fromkeys(("schema_version", "rank", "world_size", "every", "turns", "shadow_rows", "pid"), int),
 }
 #: Lists of objects: an entry that is none is left out.
 _OBJECTS: dict[str, dict[str, Any]] = {
     "modules": {
-        **dict.fromkeys(("fqn", "kind", "reason", "requested", "shared_with", "recipe", "weight_dtype"), str),
+        **dict.fromkeys(("fqn", "kind", "reason", "requested", "shared_with", "recipe", "weight_dtype", "recomputed"), str),
         **dict.fromkeys(("in_features", "out_features", "index", "params", "selects"), int),
         **dict.fromkeys(("bias", "fp8", "observed", "called"), bool),
         "casts": dict,
@@ -41,6 +41,7 @@ _OBJECTS: dict[str, dict[str, Any]] = {
     "gemms": {**dict.fromkeys(("fqn", "kind", "precision", "weight"), str), "flops": int, "fp8": bool, "ops": list},
     "filters": {"kind": str, "pattern": str, "matched": int},
     "outside": dict.fromkeys(("fqn", "kind", "reason"), str),
+    "parameters": {"role": str, "first": str, "num_tensors": int, "num_params": int},
     "writings": {"first_part": int, "created": str},
     "resumed": {
         **dict.fromkeys(("against", "setting", "before", "now", "module"), str),

@@ -384,6 +384,19 @@ class Run:
                 known.setdefault(place, entry)
         return list(known.values())
 
+    @property
+    def parameters(self) -> list[dict[str, Any]]:
+        """Numbers of parameters by role, of all pipeline stages; empty where they were not counted.
+
+        The entries are those of ``parameters`` in the manifest (docs/backends.md).
+        """
+        known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for manifest in (self.manifest, *(found for _, found in sorted(self.rank_manifests.items()))):
+            for entry in manifest.get("parameters") or ():
+                if entry.get("role") and (entry.get("num_params") or 0) > 0:
+                    known.setdefault((entry["role"], entry.get("first")), entry)
+        return list(known.values())
+
     def _read_modules(self) -> list[dict[str, Any]]:
         query = "SELECT module, min(call_index) AS call_index FROM site_rows WHERE module IS NOT NULL GROUP BY module"
         called = {row["module"]: row["call_index"] for row in self.distinct_sites(query).to_pylist()}
