@@ -168,8 +168,8 @@ def classify(
     sick = first_nonfinite(losses)
     found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))
     diverged = None if sick is not None else divergence(steps, losses)
-    start = next((f for f in findings if f.code == AT_START), None)
-    exploded = next((f for f in findings if f.name == OUT_OF_SIZE), None)
+    start = next((f for f in findings if f.code == AT_START and f.severity > Severity.INFO), None)
+    exploded = next((f for f in findings if f.name == OUT_OF_SIZE and f.severity > Severity.INFO), None)
     if exploded is not None and not any(f.steps[0] < exploded.steps[0] for f in harmful if f is not exploded):
         return _exploded(run, exploded, steps, losses)
     start = start if start is not exploded else None

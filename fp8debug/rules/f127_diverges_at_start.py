@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.loss_spikes import noise_of
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.losses import read_losses
+from fp8debug.rules.reading.losses import falls_on, read_losses
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE, LargeUpdates, large_updates
 from fp8debug.rules.reading.traces import sampled_steps
 
@@ -34,6 +34,8 @@ class DivergesAtStart(Rule):
         m / (0 + eps) explodes), the learning rate is too high for the weights, or the gradient was that large. Clipping and
         underflow that begin with it or after it are its consequences. What a cast does cannot enlarge an update of Adam,
         which divides by the size of the gradients; an update that the gradient explains yields to a fault of a cast before it.
+        Where few weights have such updates and the loss falls on after the last of them, this is information: a gate that
+        starts near zero and has a learning rate of its own.
 
     Why it matters
         Training that fails at once fails everywhere: a wrong flag, a broken kernel or library, a learning rate or a
@@ -59,8 +61,9 @@ class DivergesAtStart(Rule):
           smaller, as one that starts from 0 is. No published basis: at most 0.034 in 39 clean runs of twelve
           architectures [measured, tests/bench/clean.py]; Adam at a learning rate of 0.02 without warm-up, which trains well,
           moves weights of RMS 0.07 by 0.28.
-        - max_local 0.5: share of the modules below which another rule's finding is local, and the cause; and that must have
-          moved before a loss that is NaN counts as a divergence.
+        - max_local 0.5: share of the modules below which another rule's finding is local, and the cause; that must have
+          moved before a loss that is NaN counts as a divergence; and below which updates out of size are information where
+          the loss falls on.
         - torchtitan #742 (8-bit Adam) and COAT #3 (FP8 states) are updates out of size.
         - The case "divergence at the start" of the NVIDIA talk that this tool follows; KempnerForge's guide.
     """
@@ -98,11 +101,15 @@ class DivergesAtStart(Rule):
         return None if has_any else "not recorded: loss"
 
     def _out_of_size(self, run: Run, large: LargeUpdates) -> Finding:
-        is_lasting = len(large.steps) > 1 or len(large.modules) >= self.max_local * large.num_modules
+        is_everywhere = len(large.modules) >= self.max_local * large.num_modules
         num = f"; {len(large.modules)} of {large.num_modules} weights have such updates by step {large.steps[-1]}"
-        return Finding(code=self.code, name=OUT_OF_SIZE, severity=Severity.ERROR if is_lasting else Severity.WARNING,
-                       steps=(large.steps[0], large.steps[-1]), ranks=tuple(run.ranks), value=large.ratio,
-                       threshold=self.max_update_ratio, message=f"{large.words}{num}", cure=large.cure)  # fmt: skip
+        finding = Finding(code=self.code, name=OUT_OF_SIZE, severity=Severity.WARNING, steps=(large.steps[0], large.steps[-1]),
+                          ranks=tuple(run.ranks), value=large.ratio, threshold=self.max_update_ratio,
+                          message=f"{large.words}{num}", cure=large.cure)  # fmt: skip
+        if not is_everywhere and falls_on(run, large.steps[-1], max_rise=self.min_rise, min_history=self.min_history):
+            words = f"{large.size}{num}; the loss falls on, as with a learning rate that is meant for a gate or a scale"
+            return replace(finding, severity=Severity.INFO, message=words, cure=f"none if it is meant, else {large.cure}")
+        return replace(finding, severity=Severity.ERROR) if is_everywhere or len(large.steps) > 1 else finding
 
     def _diverged(self, run: Run) -> Iterable[Finding]:
         steps, losses = read_losses(run)

@@ -274,6 +274,20 @@ def test_a_robust_slope_has_its_uncertainty() -> None:
     assert theil_sen([3.0, 3.2, 2.9, 3.1, 3.0])[1] <= 0
 
 
+@pytest.mark.parametrize("harm", [False, True], ids=["the loss falls on", "the loss rises"])
+def test_a_gate_with_a_learning_rate_of_its_own_is_no_divergence(tmp_path: Path, harm: bool) -> None:
+    """A gate of 24 weights near zero moves by 0.76 times its size in the first steps of a public trainer that trains well."""
+    large = sick.enlarged(4.0)
+    rise = {step: {"loss": 9.0 + 0.1 * step} for step in range(71, 100)} if harm else {}
+    run = build(tmp_path / "run", steps=rise,
+                updates=lambda step, name: large(step, name) if name == sick.CULPRIT and step <= 70 else {})  # fmt: skip
+    (found,) = (f for f in triage(run) if f.name == "updates-out-of-size")
+    classification = triage(run).classification
+    assert classification is not None
+    assert found.severity == ("error" if harm else "info") and ("the loss falls on" in found.message) is not harm
+    assert classification["class"] == ("divergence" if harm else "loss-fine")
+
+
 @pytest.mark.parametrize(
     ("changes", "cause", "cure"),
     [

@@ -188,7 +188,7 @@ def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled
         sampled: the sampled steps.
     """
     culprits = [f for f in findings if f.module and f.severity is Severity.ERROR and _is_culprit(rules, f)]
-    exploded = next((f for f in findings if f.name == OUT_OF_SIZE), None)
+    exploded = next((f for f in findings if f.name == OUT_OF_SIZE and f.severity > Severity.INFO), None)
     told: dict[int, list[str]] = {}
     result = list(findings)
     for place, finding in enumerate(findings):

@@ -87,7 +87,8 @@ def bf16_verdict(
     """
     if comparison is not None and not comparison["has_fp8"]:
         return _measured(comparison, step)
-    exploded = next((f for f in findings if f.name == OUT_OF_SIZE and f.steps[0] <= step), None)
+    large = (f for f in findings if f.name == OUT_OF_SIZE and f.severity > Severity.INFO)
+    exploded = next((f for f in large if f.steps[0] <= step), None)
     harmful = [f for f in findings if f.module and f.severity is Severity.ERROR and f.steps[0] <= step]
     if cause in ("fp8", "numerical"):
         first = f": {harmful[0].module} ({harmful[0].code} {harmful[0].name}) was at fault before" if harmful else ""

@@ -103,6 +103,24 @@ def read_losses(run: Run) -> tuple[list[int], list[float]]:
     return found["step"], losses if len(run.ranks) == 1 else list(map(round_stable, losses))
 
 
+def falls_on(run: Run, step: int, *, max_rise: float, min_history: int) -> bool:
+    """Return whether the losses after a step tell that it did no harm: none rises above those up to it, and the last lie below.
+
+    Args:
+        run: the run.
+        step: the step.
+        max_rise: how far a later loss may lie above the last one up to the step, relative.
+        min_history: losses that must follow, and whose median must lie below.
+    """
+    steps, losses = read_losses(run)
+    before = [loss for at, loss in zip(steps, losses, strict=True) if at <= step]
+    after = losses[len(before) :]
+    if not before or len(after) < min_history or not all(map(math.isfinite, losses)):
+        return False
+    level = before[-1]
+    return level > 0 and max(after) <= level * (1 + max_rise) and median(after[-min_history:]) < level
+
+
 def first_nonfinite(losses: Sequence[float]) -> int | None:
     """Return the place of the first loss that is NaN or infinite."""
     return next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), None)

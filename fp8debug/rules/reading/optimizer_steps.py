@@ -50,16 +50,24 @@ class LargeUpdates:
     def words(self) -> str:
         """One clause for people."""
         row, lr = self.first, self.first["lr"]
-        size = f"the optimizer step {row['step']} changes the weight of {row['module']} by {self.ratio:.3g} times its own RMS"
         if self.cause == "moments":
             share = row["num_moment_zero"] / max(1, row["num_sampled"])
             return (
-                f"{size}: {share:.2g} of its second moments are 0 under gradients that are not, and single elements move by up to"
+                f"{self._what}: {share:.2g} of its second moments are 0 under gradients that are not, and single elements move by up to"
                 f" {row['max_update'] / lr:.3g} times the learning rate ({row['optimizer']})"
             )
-        if self.cause == "learning-rate":
-            return f"{size} ({row['optimizer']}, largest update {row['max_update']:.3g}): the learning rate is too high for it"
-        return f"{size} ({row['optimizer']}, largest update {row['max_update']:.3g}): so large is the gradient"
+        why = "the learning rate is too high for it" if self.cause == "learning-rate" else "so large is the gradient"
+        return f"{self.size}: {why}"
+
+    @property
+    def size(self) -> str:
+        """The update without its cause, for people."""
+        return f"{self._what} ({self.first['optimizer']}, largest update {self.first['max_update']:.3g})"
+
+    @property
+    def _what(self) -> str:
+        row = self.first
+        return f"the optimizer step {row['step']} changes the weight of {row['module']} by {self.ratio:.3g} times its own RMS"
 
     @property
     def cure(self) -> str:
