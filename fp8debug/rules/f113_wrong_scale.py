@@ -81,7 +81,8 @@ class WrongScale(Rule):
         at); and two operands whose factors make 1 together, or that are both off where their GEMM's result is right (of
         several microbatches with factors of their own). scale-not-applied: of the former, an operand whose tensor has a
         scale in another GEMM of its module, or in the same GEMM of all modules of its role (the same name in other
-        numbered blocks): a program applies its scales in one way.
+        numbered blocks): a program applies its scales in one way. Not where the GEMM's other operand is without its scale
+        too: it multiplies codes alone, and its result is multiplied by both scales, as Meta Lingua does in dgrad.
 
     Why it matters
         Every output of the layer is off by that factor, and cosine, SQNR of the data and plots of the direction look
@@ -335,7 +336,7 @@ class WrongScale(Rule):
             if any(is_on_other_side(whole, row) for row in whole.rows):
                 continue
             trace = whole.where(lambda row, site=whole: is_elsewhere(site, row))  # type: ignore[misc]  # bound now
-            why = trace and otherwise_scaled(run, trace)
+            why = trace and otherwise_scaled(run, trace, self.max_unit_gain)
             if trace is None or why is None:
                 continue
             row = trace.rows[0]

@@ -238,6 +238,16 @@ def test_a_scale_that_one_gemm_lacks(tmp_path: Path, where: dict[str, Any], why:
     assert f"where {why}: its scale was dropped" in finding.message
 
 
+def test_a_gemm_of_codes_alone_whose_result_is_multiplied_by_both_scales(tmp_path: Path) -> None:
+    """So Meta Lingua's rowwise dgrad, whose fprop has its scales in the GEMM."""
+    both = [Override(module="*", gemm="dgrad", tensor="weight", reference="operand", slots=UNIT),
+            Override(module="*", gemm="dgrad", tensor="grad_output", reference="operand", slots=UNIT)]  # fmt: skip
+    findings = triage(build(tmp_path / "run", overrides=both))
+    assert [f for f in findings if f.name == "scale-not-applied"] == []
+    assert findings.classification is not None
+    assert any("whether scales are applied outside" in line for line in findings.classification["evidence"])
+
+
 def test_scales_outside_of_gemms_are_told_as_not_watched(tmp_path: Path) -> None:
     verdict = triage(
         build(tmp_path / "run", overrides=[Override(tensor="weight", reference="operand", slots=UNIT)])

@@ -53,8 +53,8 @@ class LargeUpdates:
         if self.cause == "moments":
             share = row["num_moment_zero"] / max(1, row["num_sampled"])
             return (
-                f"{self._what}: {share:.2g} of its second moments are 0 under gradients that are not, and single elements move by up to"
-                f" {row['max_update'] / lr:.3g} times the learning rate ({row['optimizer']})"
+                f"{self._what}: {share:.2g} of its second moments are 0 under gradients that are not, and single elements move"
+                f" by up to {row['max_update'] / lr:.3g} times the learning rate ({row['optimizer']})"
             )
         why = "the learning rate is too high for it" if self.cause == "learning-rate" else "so large is the gradient"
         return f"{self.size}: {why}"

@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 MAX_UNIT_GAIN = 2.0
 
 
-def otherwise_scaled(run: Run, trace: Trace) -> str | None:
+def otherwise_scaled(run: Run, trace: Trace, max_unit_gain: float = MAX_UNIT_GAIN) -> str | None:
     """Return what contradicts that an operand without a scale has it applied afterwards; None where nothing does.
+
+    A GEMM of which neither operand has its scale multiplies codes alone, on purpose: its result is multiplied by both scales.
 
     Args:
         run: the run.
         trace: of the operand.
+        max_unit_gain: as in :func:`applied_outside`.
     """
     rows = _scales(run, trace.rows[0]["step"])
+    other = [row for row in rows if (row["module"], row["gemm"]) == (trace.module, trace.gemm) and row["tensor"] != trace.tensor]
+    if other and all(_is_unscaled(row, max_unit_gain) for row in other):
+        return None
     here = {row["gemm"] for row in rows if row["module"] == trace.module and row["tensor"] == trace.tensor and _has_scale(row)}
     if here - {trace.gemm}:
         return f"{' and '.join(sorted(here))} of the module {'has' if len(here) == 1 else 'have'} a scale for it"
@@ -48,11 +54,7 @@ def applied_outside(run: Run, max_unit_gain: float = MAX_UNIT_GAIN) -> list[dict
     if not run.has("scale_inv_min") or not run.has("sum_xy"):
         return []
     step = min(run.sampled_steps, default=0)
-    return [
-        row
-        for row in _scales(run, step)
-        if not _has_scale(row) and not 1 / max_unit_gain <= abs(row["gain"] or 1.0) <= max_unit_gain
-    ]
+    return [row for row in _scales(run, step) if _is_unscaled(row, max_unit_gain)]
 
 
 def _scales(run: Run, step: int) -> list[dict[str, Any]]:
@@ -62,6 +64,11 @@ def _scales(run: Run, step: int) -> list[dict[str, Any]]:
         f" WHERE {RUNNING} AND step = {step} AND scale_inv_min IS NOT NULL ORDER BY call_index, module, gemm, tensor"
     )
     return run.memo(f"scales at step {step}", lambda: run.sql(query).to_pylist())
+
+
+def _is_unscaled(row: dict[str, Any], max_unit_gain: float) -> bool:
+    """Return whether codes are read with a scale of 1 that is not their own."""
+    return not _has_scale(row) and not 1 / max_unit_gain <= abs(row["gain"] or 1.0) <= max_unit_gain
 
 
 def _has_scale(row: dict[str, Any]) -> bool:
