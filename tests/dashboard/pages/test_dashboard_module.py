@@ -18,7 +18,7 @@ from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.dashboard import samples
 from tests.dashboard.data.test_dashboard_nonfinite import text
-from tests.synthetic import Override
+from tests.synthetic import Override, build
 
 WEAK = "blocks.0.mlp.down"
 VIEW = View("module")
@@ -109,3 +109,15 @@ def test_candidates_that_the_budget_leaves_out_are_not_denied(tmp_path: Path, mo
 @pytest.mark.parametrize(("every", "words"), [(1, "every step"), (10, "every 10 steps"), (None, NO_DATA)])
 def test_the_interval_of_sampling_is_in_words(every: int | None, words: str) -> None:
     assert overview._every(every) == words
+
+
+def test_the_overview_names_what_was_not_watched(tmp_path: Path) -> None:
+    counted = [
+        {"role": "embedding", "first": "embed.weight", "num_tensors": 1, "num_params": 300},
+        {"role": "watched", "first": "blocks.0.mlp.up.weight", "num_tensors": 6, "num_params": 700},
+    ]
+    build(tmp_path / "run", manifest={"parameters": counted})
+    run_view = opened(tmp_path / "run")
+    run_view.judge()
+    shown = str(overview.parts(View("overview", None, {}), run_view))
+    assert "30 % of the parameters: embedding 30 % (embed.weight)" in shown and "id='unwatched'" in shown
