@@ -491,6 +491,7 @@ def test_an_identity_lies_on_every_grid(tmp_path: Path) -> None:
         ({number: 2.0 for number in range(len(MODULES))}, 0),  # a scaling of all
         ({0: 2.0}, 0),  # a weight that is tied to what is no Linear
         ({number: 0.1 * (number + 1) for number in range(4)}, 0),  # clipped layer by layer
+        ({0: 1.3, 1: 1.4, 2: 0.6}, 0),  # samples that differ, as of queries and keys
     ],
 )
 def test_gradients_that_have_more_than_wgrad_gave_are_told(tmp_path: Path, factors: dict[int, float], names: int) -> None:

@@ -25,8 +25,6 @@ from fp8debug.rules.reading.unwatched import unwatched
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
-pass
-
 
 def triage(
     run: Run | str | Path | Sequence[str | Path],
