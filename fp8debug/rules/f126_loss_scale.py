@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Look, look
-from fp8debug.rules.reading.loss_scales import UnscalingLimits, has_gradients, late_unscaling
+from fp8debug.rules.reading.loss_scales import (
+    ClippingLimits,
+    UnscalingLimits,
+    clipped_while_scaled,
+    has_gradients,
+    late_unscaling,
+)
 from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
 
@@ -22,6 +28,16 @@ _UNSCALE = (
     "divide the gradients by the scale that their loss was multiplied with, and update the scale after the optimizer's step"
     " (scaler.step(), then scaler.update()); no cast changes it"
 )
+#: The cure of gradients that vanish before any cast.
+_SCALE = (
+    "multiply the loss by a loss scale and divide the gradients by it before they are clipped (torch.amp.GradScaler), or run the"
+    " autocast in BF16, which needs none; FP8 gets the zeros that FP16 made, and no scale of a cast brings them back"
+)
+#: The cure of gradients that are clipped while they are scaled.
+_CLIP = (
+    "divide the gradients by the loss scale before they are clipped (scaler.unscale_(optimizer), then clip_grad_norm_); no cast"
+    " changes it"
+)
 
 
 @dataclass(frozen=True)
@@ -30,17 +46,20 @@ class LossScaleLoop(Rule):
 
     What it detects
         Reductions of the loss scale that come faster than a scaler's growth explains, counted after its first descent from
-        the initial value has ended; or a scale that has sunk below 1. The other side: gradients of most modules that lie
-        on the grid of FP16's subnormals and are zero in part before any cast. unscaled-late: at the steps at which the loss
-        scale grows, the gradient norm (of every step, where watch.step(grad_norm=...) has it before clipping; else the gradients
-        that the optimizer gets at sampled steps) is short of the steps before and after by just that growth: it was divided
-        by the new scale. Where no loss scale is recorded, it is what the gradients are over those of wgrad. No layer is to
-        blame.
+        the initial value has ended; or a scale that has sunk below 1. gradients-vanish: gradients of most modules lie on the
+        grid of FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not.
+        clipped-while-scaled: at every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so
+        small that it is the usual one over the loss scale: they were clipped before they were divided by it.
+        unscaled-late: at the steps at which the loss scale grows, the gradient norm (of every step, where
+        watch.step(grad_norm=...) has it before clipping; else the gradients that the optimizer gets at sampled steps) is short
+        of the steps before and after by just that growth: it was divided by the new scale. Where no loss scale is recorded, it
+        is what the gradients are over those of wgrad. No layer is to blame.
 
     Why it matters
         A step whose gradients overflow is skipped: a loop trains on a fraction of its steps and then at a scale where
         small gradients vanish. FP8 with current scaling needs no loss scale; FP16 gradients and static scales do. A gradient
-        that is unscaled late is a part of itself at every growth: a smaller step, and other moments of Adam.
+        that is unscaled late is a part of itself at every growth: a smaller step, and other moments of
+        Adam. One that is clipped while it is scaled is thousands of times too small: SGD stands still, and Adam divides by eps.
 
     Example
         The loss scale was reduced 7 times within 20 steps from step 340 on, from 3.3e+04 to 256.
@@ -48,7 +67,7 @@ class LossScaleLoop(Rule):
     Cure
         Find the Inf (a batch, a learning rate, a mask of -65504 in FP16): the gradient norm of the skipped steps names the
         moment. BF16 in place of FP16 needs no loss scale; raise the initial scale where gradients vanish. Divide gradients by
-        the scale that their loss was multiplied with, and update the scale after the optimizer's step.
+        the scale that their loss was multiplied with, before they are clipped, and update the scale after the optimizer's step.
 
     Thresholds
         - window 20: steps in which reductions are counted.
@@ -61,7 +80,14 @@ class LossScaleLoop(Rule):
           as a share, both as log2; min_noises 6: of the shortfall, in standard errors of the norm's own variation;
           max_growth_error 0.1: of a growth from a power of two, as log2, since a multiple that is known from samples is
           inexact. The shortfall follows from the fault (rules/reading/loss_scales.py); no published basis for the limits.
-        - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588.
+        - max_clip_factor 0.01, max_clipped_norm 1e-3, least_limit 0.01, greatest_limit 100, min_clipped_steps 3: of
+          clipped-while-scaled, factor that clipping multiplied the gradients by, and their norm over the watched weights
+          afterwards, at every sampled step; that norm times the loss scale, which is the limit that the program has clipped to;
+          sampled steps. Closed form: a limit of c leaves a norm of c / S, and the factor is c / (S |g|). Gradients of a sum over
+          tokens that are divided by their number have a small factor too, and an ordinary norm. No published basis for the
+          range of limits, which are 0.1 to 10 in public recipes.
+        - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588. clipped-while-scaled: in
+          allennlp #5426; gradients-vanish: in Open-Rig3R #35.
     """
 
     code = "F126"
@@ -80,10 +106,20 @@ class LossScaleLoop(Rule):
     max_deviation: float = 0.25
     min_noises: float = 6.0
     max_growth_error: float = 0.1
+    max_clip_factor: float = 0.01
+    max_clipped_norm: float = 1e-3
+    least_limit: float = 0.01
+    greatest_limit: float = 100.0
+    min_clipped_steps: int = 3
 
     def needs(self, run: Run) -> str | None:
-        """Return why not: no loss scale was recorded, and no optimizer step."""
-        return None if run.has("loss_scale") or has_gradients(run) else "not recorded: loss_scale"
+        """Return why not: neither a loss scale was recorded, nor gradients, nor an optimizer step."""
+        has_any = run.has("loss_scale") or self._has_operands(run) or has_gradients(run)
+        return None if has_any else "not recorded: loss_scale"
+
+    @staticmethod
+    def _has_operands(run: Run) -> bool:
+        return run.has("zero_rate") and run.has("amin")
 
     @property
     def _look(self) -> Look:
@@ -109,6 +145,25 @@ class LossScaleLoop(Rule):
         yield from self._loop(run, trace)
         yield from self._vanishing(run)
         yield from self._late(run)
+        yield from self._clipped(run)
+
+    def _clipped(self, run: Run) -> Iterable[Finding]:
+        limits = ClippingLimits(
+            max_factor=self.max_clip_factor,
+            max_norm=self.max_clipped_norm,
+            limits=(self.least_limit, self.greatest_limit),
+            min_steps=self.min_clipped_steps,
+        )
+        found = clipped_while_scaled(run, limits)
+        if found is not None:
+            message = (
+                f"the gradients that the optimizer gets have a norm of {found.norm:.2g} at {len(found.steps)} sampled steps from"
+                f" step {found.steps[0]} on, which is {found.norm * found.scale:.2g} over the loss scale of {times(found.scale)}:"
+                f" they were clipped before they were divided by it, to {found.factor:.2g} of their size"
+            )
+            finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.factor,
+                                    self.max_clip_factor)  # fmt: skip
+            yield replace(finding, name="clipped-while-scaled", cure=_CLIP)
 
     def _late(self, run: Run) -> Iterable[Finding]:
         limits = UnscalingLimits(
@@ -163,7 +218,7 @@ class LossScaleLoop(Rule):
             yield self._finding(run, Severity.ERROR, (low[0][0], low[-1][0]), message, low[-1][1], self.min_scale)
 
     def _vanishing(self, run: Run) -> Iterable[Finding]:
-        if not (run.has("zero_rate") and run.has("amin") and may_have(run, self._look)):
+        if not (self._has_operands(run) and may_have(run, self._look)):
             return
         query = (
             "SELECT step, count(DISTINCT module) AS num, avg(zero_rate) AS zero_rate,"
@@ -178,7 +233,9 @@ class LossScaleLoop(Rule):
                 f"the gradients of {low[-1]['num_low']} of {low[-1]['num']} modules lie among FP16's subnormals, and"
                 f" {percent(worst)} of their elements are zero before any cast"
             )
-            yield self._finding(run, Severity.WARNING, (low[0]["step"], low[-1]["step"]), message, worst, self.max_zero_rate)
+            steps = (low[0]["step"], low[-1]["step"])
+            finding = self._finding(run, Severity.WARNING, steps, message, worst, self.max_zero_rate)
+            yield replace(finding, name="gradients-vanish", gemm="dgrad", tensor="grad_output", cure=_SCALE)
 
     def _finding(
         self, run: Run, severity: Severity, steps: tuple[int, int], message: str, value: float, threshold: float

@@ -31,7 +31,8 @@ class DivergesAtStart(Rule):
         the divergence leaves behind.
         updates-out-of-size: at any step, an optimizer step changed weights by as much as they are large. The message says
         whether the optimizer's second moments are 0 under gradients that are not (kept in too few bits, they underflow, and
-        m / (0 + eps) explodes), the learning rate is too high for the weights, or the gradient was that large. Clipping and
+        m / (0 + eps) explodes), or Adam moves an element by more than gradients can (a checkpoint that kept the second moment
+        in FP16 restores zeros), the learning rate is too high for the weights, or the gradient was that large. Clipping and
         underflow that begin with it or after it are its consequences. What a cast does cannot enlarge an update of Adam,
         which divides by the size of the gradients; an update that the gradient explains yields to a fault of a cast before it.
         Where few weights have such updates and the loss falls on after the last of them, this is information: a gate that
@@ -64,7 +65,9 @@ class DivergesAtStart(Rule):
         - max_local 0.5: share of the modules below which another rule's finding is local, and the cause; that must have
           moved before a loss that is NaN counts as a divergence; and below which updates out of size are information where
           the loss falls on.
-        - torchtitan #742 (8-bit Adam) and COAT #3 (FP8 states) are updates out of size.
+        - Beyond 2 times (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) times the learning rate, 7.3 for betas of 0.9 and
+          0.999, Adam's moments are not of the same gradients. Closed form (Cauchy-Schwarz); 2 is for the weight decay.
+        - torchtitan #742 (8-bit Adam), COAT #3 (FP8 states) and ultralytics #24085 (states in FP16) are updates out of size.
         - The case "divergence at the start" of the NVIDIA talk that this tool follows; KempnerForge's guide.
     """
 

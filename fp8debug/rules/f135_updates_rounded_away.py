@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,15 @@ _LEFT_OUT = (
     "check what the optimizer does with this weight: a group that it skips, an update of a copy that is never written back, or"
     " a later write of the old value; no cast changes it"
 )
+#: Steps that Adam has counted, at each sampled step at which it moved the weight.
+_COUNTED = (
+    "SELECT module, step, optimizer, beta1, beta2, num_steps FROM updates WHERE num_moved > 0 AND num_steps > 0"
+    " AND beta1 < 1 AND beta2 < 1 ORDER BY module, step"
+)
+_COUNT = (
+    "keep the optimizer's count of steps in FP32 or as an integer: a new tensor has the default dtype (set_default_dtype), and"
+    " BF16 holds no 257; no cast changes it"
+)
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,16 @@ class UpdatesRoundedAway(Rule):
         values of the dtype: the dtype loses no such update, so that something writes the weight to a coarser grid. FP32
         weights do not count whose updates lie below the distance of two FP32 values: their gradient is next to 0, as under SGD
         behind a gate that starts from 0. Of an optimizer with another formula the share of elements that moved is judged alone.
+        step-count-stands: the count of steps that Adam keeps, and corrects the bias of its moments by, is the same at all sampled
+        steps from one on, though the optimizer moves the weight at each of them: a count in BF16 ends at 256, one in FP16 at
+        2048. Information where that changes no update by more than min_count_factor.
         weight-not-updated: no element of a weight in FP32 moved in any sampled step, though it has a gradient, its updates are
         large enough for FP32, and the same optimizer moves other weights.
 
     Why it matters
         Training stands still beside its FP32 twin while every cast is healthy. Two BF16 values of size 0.03 lie 1.2e-4 apart:
-        at a learning rate of 6e-6 Adam moves 2 % of such weights.
+        at a learning rate of 6e-6 Adam moves 2 % of such weights. A count that stands at 256 leaves updates too small: at beta2
+        0.999, 1.7 times at step 1,000 and 2.1 times later, as if the learning rate were that much lower.
 
     Example
         97 % of the updates of blocks.0.up are rounded away: 2.7 % of the intended update took effect in 8 sampled steps
@@ -75,9 +89,11 @@ class UpdatesRoundedAway(Rule):
         - min_moved 0.01: share of elements with a gradient that moves in the best sampled step, of an optimizer whose formula
           is not known. No published basis.
         - min_steps 3: sampled steps with updates. No published basis.
+        - min_count_factor 1.01: of step-count-stands, sqrt(1 - beta2^t) / (1 - beta1^t) at the number of steps that it should be,
+          over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
         - weight-not-updated needs an update of 2^-23 of the weight by RMS at least, the distance of two FP32 values: that of the
           formula, or learning rate times gradient.
-        - Automodel #3444, ao #1124, MS-AMP #112; numerics.md, 5.
+        - Automodel #3444, ao #1124 and #4915, MS-AMP #112; numerics.md, 5.
     """
 
     code = "F135"
@@ -95,6 +111,7 @@ class UpdatesRoundedAway(Rule):
     error_gain: float = 0.1
     min_moved: float = 0.01
     min_steps: int = 3
+    min_count_factor: float = 1.01
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -103,6 +120,7 @@ class UpdatesRoundedAway(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per weight whose updates are lost."""
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
+        yield from self._standing(run, places)
         rows = run.sql(f"SELECT {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
@@ -132,6 +150,30 @@ class UpdatesRoundedAway(Rule):
         if row["num"] < self.min_steps or typical < 1:
             return None
         return self._judged(run, row, call_index, since=row["first"])
+
+    def _standing(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the optimizer's count of steps that stands, as one finding."""
+        counted: dict[str, list[Mapping[str, Any]]] = {}
+        for row in run.sql(_COUNTED).to_pylist():
+            counted.setdefault(row["module"], []).append(row)
+        standing = {name: found for name, rows in counted.items() if len(found := _last_alike(rows)) >= self.min_steps}
+        if not standing:
+            return
+        first = min(standing, key=lambda name: (places.get(name, 0), name))
+        rows, count = standing[first], int(standing[first][0]["num_steps"])
+        begin, end = rows[0]["step"], rows[-1]["step"]
+        beta1, beta2, should_be = rows[-1]["beta1"], rows[-1]["beta2"], count + end - begin
+        sizes = [math.sqrt(1 - beta2**num) / (1 - beta1**num) for num in (should_be, count)]
+        factor = sizes[0] / sizes[1]
+        message = (
+            f"{rows[0]['optimizer']} counts {count} steps for the weight of {first} at {len(rows)} sampled steps from step"
+            f" {begin} to {end}, in all of which it moves it, as for {len(standing)} of {len(counted)} weights: its step"
+            f" counter stands, and with it the bias correction; updates are {factor:.3g} times too small at step {end}"
+        )
+        is_harmful = factor > self.min_count_factor
+        yield Finding(code=self.code, name="step-count-stands", severity=Severity.WARNING if is_harmful else Severity.INFO,
+                      steps=(begin, end), ranks=tuple(run.ranks), value=factor, threshold=self.min_count_factor,
+                      message=message, cure=_COUNT)  # fmt: skip
 
     def _left_out(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding:
         """Return the finding of a weight that never moves though it has a gradient."""
@@ -175,6 +217,14 @@ class UpdatesRoundedAway(Rule):
         return Finding(code=self.code, name=self.name, severity=Severity.ERROR if is_error else Severity.WARNING,
                       module=row["module"], steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=value,
                       threshold=threshold, message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
+
+def _last_alike(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the last rows that have the same count of steps."""
+    begin = len(rows) - 1
+    while begin and rows[begin - 1]["num_steps"] == rows[-1]["num_steps"]:
+        begin -= 1
+    return rows[begin:]
 
 
 def _may_move(row: Mapping[str, Any]) -> bool:

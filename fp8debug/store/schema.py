@@ -17,7 +17,8 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 3: shard of stats.
 # 4: slots of stochastic rounding and of the spread of scales; what an optimizer gets of a step's backward passes, in updates.
 # 5: code of events.
-SCHEMA_VERSION = 5
+# 6: beta2 and the optimizer's own count of steps, in updates.
+SCHEMA_VERSION = 6
 
 #: How an event of kind ``recording`` tells that nothing is recorded from its step on, and its code.
 RECORDING_STOPPED, STOPPED_CODE = "recording stopped", "recording-stopped"
@@ -160,6 +161,8 @@ UPDATES: tuple[Column, ...] = (
     ),
     Column("lr", "float64", "1", "max", "Learning rate of the weight's group; null where it is a number on the device."),
     Column("beta1", "float64", "1", "max", "Decay of the first moment, of Adam."),
+    Column("beta2", "float64", "1", "max", "Decay of the second moment, of Adam."),
+    Column("num_steps", "int64", "1", "max", "Steps that the optimizer has counted for this weight, this one included, of Adam."),
     Column("fan_in", "int64", "1", "max", "Columns of the weight."),
     Column("numel", "int64", "1", "sum", "Elements of the weight; the rank's own shard, before ranks join."),
     Column("num_sampled", "int64", "1", "sum", "Elements that were looked at, evenly spread; all further counts are of them."),

@@ -56,7 +56,7 @@ def test_a_rule_says_what_it_lacks(tmp_path: Path) -> None:
     skipped = dict(triage(build(tmp_path / "run")).skipped)
     assert skipped["F114"] == "one rank only"
     assert skipped["F122"] == "no inference was compared: call watch.compare_inference(batch)"
-    assert skipped["F126"] == "not recorded: loss_scale"
+    assert "F126" not in skipped, "gradients that vanish are seen without a loss scale"
 
 
 def test_one_of_a_users_own_class_that_ran_in_high_precision(tmp_path: Path) -> None:
@@ -249,14 +249,39 @@ def test_unscaling_is_seen_in_what_the_optimizer_gets(tmp_path: Path, is_late: b
     assert [(f.code, f.name) for f in findings] == ([("F126", "unscaled-late")] if is_late else []), [f.message for f in findings]
 
 
-def test_gradients_among_the_subnormals_of_fp16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_gradients_among_the_subnormals_of_fp16(tmp_path: Path, has_scale: bool) -> None:
     flushed = {"amin": 2.0**-24, "amax": 2.0**-16, "num_zero": lambda row: row["numel"] // 2}
     overrides = [Override(tensor="grad_output", slots=flushed, actual=None)]
-    (finding,) = triage(build(tmp_path / "run", steps=sick.scales(lambda step: 1.0), overrides=overrides))
+    steps = sick.scales(lambda step: 1.0) if has_scale else {}
+    (finding,) = triage(build(tmp_path / "run", steps=steps, overrides=overrides))
     assert (finding.code, finding.module, finding.severity) == ("F126", None, "warning")
+    assert finding.cure.startswith("multiply the loss by a loss scale")
     assert finding.message == (
         "the gradients of 6 of 6 modules lie among FP16's subnormals, and 50 % of their elements are zero before any cast"
     )
+
+
+@pytest.mark.parametrize(
+    ("factor", "limit", "is_found"),
+    [
+        (1e-5, 1.0 / 65536, True),
+        (1e-5, 1.0, False),  # gradients of a sum over tokens, which are divided by their number
+        (0.5, 1.0 / 65536, False),  # small gradients that are hardly clipped
+        (1e-5, 1e-9, False),  # no limit that a program clips to, times the loss scale
+    ],
+)
+def test_gradients_that_are_clipped_while_they_are_scaled(tmp_path: Path, factor: float, limit: float, is_found: bool) -> None:
+    scale, num, modules = 65536.0, 8192, 6
+    square = limit**2 / modules * num / 65536  # of the sampled elements, so that all modules' norm is the limit
+    multiple = factor / scale
+    given = {"sum_grad2": square, "sum_given2": 1.0, "sum_passes2": 1 / multiple**2, "sum_given_passes": 1 / multiple}
+    run = build(tmp_path / "run", steps=sick.scales(lambda step: scale), updates=lambda step, module: given)
+    found = triage(run, select=["F126"])
+    assert [(f.name, f.severity) for f in found] == ([("clipped-while-scaled", "warning")] if is_found else [])
+    if is_found:
+        assert "norm of 1.5e-05" in found[0].message and "is 1 over the loss scale of 65536" in found[0].message
+        assert found[0].cure.startswith("divide the gradients by the loss scale before they are clipped")
 
 
 def test_groups_are_found_by_numbers_and_shapes(tmp_path: Path) -> None:
@@ -292,6 +317,7 @@ def test_a_gate_with_a_learning_rate_of_its_own_is_no_divergence(tmp_path: Path,
     ("changes", "cause", "cure"),
     [
         ({"num_moment_zero": 400, "max_update": 0.9}, "second moments are 0", "keep the second moment in FP32"),
+        ({"num_moment_zero": 0, "max_update": 0.9}, "its two moments do not belong together", "keep the second moment in FP32"),
         ({"lr": 0.03}, "the learning rate is too high", "lower the learning rate"),
         ({"optimizer": "SGD", "beta1": None}, "so large is the gradient", "clip the gradient norm"),
     ],
@@ -512,3 +538,25 @@ def test_gradients_that_have_more_than_wgrad_gave_are_told(tmp_path: Path, facto
     )
     parallel = triage(build(tmp_path / "parallel", updates=updates, overrides=[same], world_size=2))
     assert [f.name for f in parallel] == [], "other ranks add to weight.grad"
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes", "severity"),
+    [
+        (lambda step: min(step + 1, 32), {}, "warning"),
+        (lambda step: min(step + 1, 32), {"beta2": 0.8, "beta1": 0.1}, "info"),  # whose bias is corrected by then
+        (lambda step: step + 1, {}, None),
+        (lambda step: min(step + 1, 32), {"num_moved": 0}, None),  # a step that a scaler skips
+        (lambda step: 1 + step % 50, {}, None),  # a count that a schedule begins anew
+        (lambda step: None, {}, None),
+    ],
+)
+def test_a_count_of_steps_that_stands(tmp_path: Path, counts: Any, changes: dict[str, Any], severity: str | None) -> None:
+    run = build(tmp_path / "run", updates=lambda step, module: {**changes, "num_steps": counts(step)})
+    found = [f for f in triage(run, select=["F135"]) if f.name == "step-count-stands"]
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    if severity == "warning":
+        factor = math.sqrt((1 - 0.999**82) / (1 - 0.999**32)) * (1 - 0.9**32) / (1 - 0.9**82)
+        assert found[0].steps == (40, 90) and found[0].value == pytest.approx(factor)
+        assert "counts 32 steps" in found[0].message and "for 6 of 6 weights" in found[0].message
+        assert found[0].cure.startswith("keep the optimizer's count of steps in FP32")

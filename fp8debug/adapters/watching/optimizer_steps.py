@@ -34,7 +34,7 @@ NUM_SAMPLED = 8192
 MEASURED = (
     *("num_moved", "num_grad", "num_intended", "num_lost", "num_moment", "num_moment_zero", "num_moment_clipped"),
     *("sum_weight2", "sum_update2", "sum_intended2", "sum_intended_update", "sum_spacing_log2", "sum_grad2", "sum_moment2"),
-    "max_update",
+    *("max_update", "num_steps"),
 )
 #: Words in the names of a state that holds the weight in FP32, or what rounding it lost (Kahan's sum).
 _CARRIES = ("master", "comp", "kahan", "shift", "fp32")
@@ -202,6 +202,7 @@ class UpdateRecorder:
                         "keeps_precision": [carries] * len(weights),
                         "lr": [_number(formula.lr)] * len(weights),
                         "beta1": [_number(formula.betas[0]) if formula.kind == "adam" else None] * len(weights),
+                        "beta2": [_number(formula.betas[1]) if formula.kind == "adam" else None] * len(weights),
                         "fan_in": [w.param.shape[-1] for w in weights],
                         "numel": [w.local.numel() for w in weights],
                         "num_sampled": [w.num for w in weights],
@@ -252,6 +253,9 @@ def _measured(
         found["num_moment"] = torch.full_like(zero, len(state) * w.shape[1])
     if g is not None and values:
         found["num_moment_zero"] = torch.stack([_underflowed(name, x, g) for name, x in values.items()]).sum(0)
+    if formula.step is not None:  # a number, or one for each weight on its device
+        counted = formula.step
+        found["num_steps"] = counted.view(-1).double() if isinstance(counted, Tensor) else torch.full_like(zero, float(counted))
     absent = frozenset(name for name in MEASURED if name not in found)
     return torch.stack([found.get(name, zero).double() for name in MEASURED], 1), absent
 

@@ -1,8 +1,11 @@
-"""Gradients around the steps at which a loss scale grows: divided by the scale of their own backward pass, or by the next one.
+"""Gradients under a loss scale: divided by the scale of their own backward pass or by the next one, clipped before that or after.
 
 A gradient is the loss scale's multiple of what it should be, S g, and the program divides it by S. One that divides by S' = r S,
 after the scale has grown, steps with g / r. At such a step log2 of the gradients' norm lies log2 r below its neighbours' mean;
 without the fault it lies there by chance only.
+
+Clipping to a norm of c multiplies g by c / |g|. A program that clips S g before it divides by S steps with a gradient of norm
+c / S in place of c, and its clipping factor is c / (S |g|).
 """
 
 from __future__ import annotations
@@ -57,6 +60,63 @@ class UnscalingLimits:
     max_growth_error: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClippedWhileScaled:
+    """Gradients that were clipped while they were multiplied by the loss scale.
+
+    Attributes:
+        steps: sampled steps, all of those that have a loss scale.
+        scale: loss scale, the median.
+        norm: of the gradients that the optimizer got, over the watched weights, the median.
+        factor: what clipping multiplied them by, the median.
+    """
+
+    steps: tuple[int, ...]
+    scale: float
+    norm: float
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingLimits:
+    """Thresholds of ``clipped_while_scaled``.
+
+    Attributes:
+        max_factor: of clipping, at every step.
+        max_norm: of the gradients that the optimizer gets, at every step.
+        limits: least and greatest norm that programs clip to.
+        min_steps: sampled steps that have a loss scale and known gradients.
+    """
+
+    max_factor: float
+    max_norm: float
+    limits: tuple[float, float]
+    min_steps: int
+
+
+def clipped_while_scaled(run: Run, limits: ClippingLimits) -> ClippedWhileScaled | None:
+    """Return the gradients that were clipped before they were divided by the loss scale; None where nothing shows it.
+
+    Args:
+        run: the run.
+        limits: thresholds.
+    """
+    noted = run.sql("SELECT step, loss_scale FROM steps ORDER BY step").to_pylist()
+    scales = {row["step"]: row["loss_scale"] for row in noted if _is_positive(row["loss_scale"])}
+    norms, inverses = _sampled_gradients(run)
+    steps = tuple(step for step in norms if step in scales and step in inverses)
+    factors = [scales[step] / inverses[step] for step in steps]
+    if len(steps) < limits.min_steps or not all(
+        factor <= limits.max_factor
+        and norms[step] <= limits.max_norm
+        and limits.limits[0] <= norms[step] * scales[step] <= limits.limits[1]
+        for step, factor in zip(steps, factors, strict=True)
+    ):
+        return None
+    scale, norm = median(scales[step] for step in steps), median(norms[step] for step in steps)
+    return ClippedWhileScaled(steps=steps, scale=scale, norm=norm, factor=median(factors))
+
+
 def late_unscaling(run: Run, limits: UnscalingLimits) -> LateUnscaling | None:
     """Return the gradients that are divided by a loss scale that has just grown; None where nothing shows it.
 
@@ -83,13 +143,16 @@ def has_gradients(run: Run) -> bool:
 
 
 def _optimizers_gradients(run: Run) -> tuple[dict[int, float], dict[int, float]]:
+    """Return ``_sampled_gradients`` where sampled steps lie beside each other, which alone tell of a scale that grows."""
+    has_neighbours = any(step + 1 == following for step, following in pairwise(run.sampled_steps))
+    return _sampled_gradients(run) if has_neighbours else ({}, {})
+
+
+def _sampled_gradients(run: Run) -> tuple[dict[int, float], dict[int, float]]:
     """Return by sampled step the norm of the gradients that the optimizer got, and the inverse of their multiple of wgrad's.
 
-    Both are of samples of the elements: the multiple of a single pass is known to some percent. Only steps beside each other
-    tell anything.
+    Both are of samples of the elements: the multiple of a single pass is known to some percent.
     """
-    if not any(step + 1 == following for step, following in pairwise(run.sampled_steps)):
-        return {}, {}
     query = (
         "SELECT u.step AS step, u.module AS module, u.sum_grad2 / u.num_sampled AS given2, u.numel AS numel,"
         " CASE WHEN u.sum_given_passes > 0 THEN u.sum_passes2 / u.sum_given_passes END AS inverse,"

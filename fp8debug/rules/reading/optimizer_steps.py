@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 OUT_OF_SIZE = "updates-out-of-size"
 #: Size that a weight which starts from zero is compared with, times the root of its columns: half of what initialization gives.
 ORDINARY_RMS = 0.5
-#: Largest update of an element over the learning rate, of an optimizer that divides by the gradients' size: Adam's is at most
-#: (1 - beta1) / sqrt(1 - beta2), 3.2 for betas of 0.9 and 0.999 (arXiv 1412.6980, 2.1), and 10 for beta1 0 at beta2 0.99.
+#: Largest update of an element over the learning rate, of an optimizer that divides by the gradients' size and whose betas are
+#: not known: Adam's is 7.3 for betas of 0.9 and 0.999, and 10 for 0 and 0.99 (``largest_of_adam``).
 NORMALIZED = 10.0
+#: Times ``largest_of_adam``, for the weight decay that is part of an update.
+MARGIN = 2.0
 #: Why no rule can judge a run's optimizer steps.
 NOT_RECORDED = "no optimizer step was recorded: no torch optimizer that holds a watched weight stepped in a sampled step"
 
@@ -31,7 +33,8 @@ class LargeUpdates:
         num_modules: modules whose updates were recorded.
         first: row of the largest one, against its weight, at the first step.
         ratio: RMS of that update over the weight's.
-        cause: ``moments`` (second moments are 0), ``learning-rate``, or ``gradient`` where the update is large against both.
+        cause: ``moments`` (second moments are 0, or far too small for the first ones), ``learning-rate``, or ``gradient`` where
+            the update is large against both.
     """
 
     steps: tuple[int, ...]
@@ -51,10 +54,12 @@ class LargeUpdates:
         """One clause for people."""
         row, lr = self.first, self.first["lr"]
         if self.cause == "moments":
-            share = row["num_moment_zero"] / max(1, row["num_sampled"])
+            share = (row["num_moment_zero"] or 0) / max(1, row["num_sampled"])
+            empty = f"{share:.2g} of its second moments are 0 under gradients that are not, and " if share else ""
+            apart = "" if share else ", more than gradients can: its two moments do not belong together (a second moment lost)"
             return (
-                f"{self._what}: {share:.2g} of its second moments are 0 under gradients that are not, and single elements move"
-                f" by up to {row['max_update'] / lr:.3g} times the learning rate ({row['optimizer']})"
+                f"{self._what}: {empty}single elements move by up to {row['max_update'] / lr:.3g} times the learning rate"
+                f" ({row['optimizer']}){apart}"
             )
         why = "the learning rate is too high for it" if self.cause == "learning-rate" else "so large is the gradient"
         return f"{self.size}: {why}"
@@ -73,8 +78,8 @@ class LargeUpdates:
     def cure(self) -> str:
         """Remedies by cause."""
         return {
-            "moments": "keep the second moment in FP32, or with a scale per block and an eps above its smallest step; no"
-            " cast of a GEMM helps",
+            "moments": "keep the second moment in FP32, in checkpoints too, or with a scale per block and an eps above its"
+            " smallest step; no cast of a GEMM helps",
             "learning-rate": "lower the learning rate or warm it up longer; no cast of a GEMM helps",
             "gradient": "clip the gradient norm, look at the batch and the learning rate of that step",
         }[self.cause]
@@ -104,6 +109,22 @@ def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
     )
 
 
+def largest_of_adam(beta1: float, beta2: float) -> float:
+    """Return the most that Adam moves an element by, over the learning rate, whatever the gradients were.
+
+    m sums w_k g_k and v sums u_k g_k^2, with w_k = (1 - beta1) beta1^k and u_k = (1 - beta2) beta2^k. By Cauchy and Schwarz
+    m^2 / v is at most the sum of w_k^2 / u_k, (1 - beta1)^2 / ((1 - beta2) (1 - beta1^2 / beta2)). It has no limit where beta1^2
+    is not below beta2. Both moments are of the same gradients.
+
+    Args:
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+    """
+    if not (beta1**2 < beta2 < 1):
+        return math.inf
+    return max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)))
+
+
 def update_ratio(row: Mapping[str, Any]) -> float:
     """Return the RMS of an update over that of its weight, or over an ordinary weight's where the weight is smaller."""
     if row["sum_update2"] is None or row["sum_weight2"] is None:
@@ -116,5 +137,7 @@ def _cause(row: Mapping[str, Any]) -> str:
     lr, largest = row["lr"] or 0.0, row["max_update"] or 0.0
     is_normalized = row["beta1"] is not None or (str(row["optimizer"]).lower() != "sgd" and largest <= NORMALIZED * lr)
     if row["num_moment_zero"] and largest > NORMALIZED * lr > 0:
+        return "moments"
+    if None not in (row["beta1"], row["beta2"]) and largest > MARGIN * largest_of_adam(row["beta1"], row["beta2"]) * lr > 0:
         return "moments"
     return "learning-rate" if is_normalized else "gradient"

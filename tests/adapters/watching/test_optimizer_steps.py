@@ -49,6 +49,7 @@ def test_adam_moves_every_element_by_the_learning_rate_at_first(tmp_path: Path) 
     (row,) = recorded(tmp_path / "run", model, torch.optim.Adam(model.parameters(), lr=LR))
     num = 64 * 32
     assert (row["module"], row["optimizer"], row["dtype"], row["lr"], row["beta1"]) == ("only", "Adam", "float32", LR, 0.9)
+    assert (row["beta2"], row["num_steps"]) == (0.999, 1)
     counted = [row[name] for name in ("numel", "num_sampled", "num_moved", "num_grad", "num_intended", "num_moment")]
     assert counted == [num] * 5 + [2 * num]
     assert (row["num_lost"], row["num_moment_zero"], row["num_moment_clipped"], row["fan_in"]) == (0, 0, 0, 64)

@@ -251,3 +251,24 @@ def moments_lost_on_resume(folder: Path) -> None:
         if name == "clean":
             other.load_state_dict(optimizer.state_dict())
         train(again, folder / name, steps=24, every=2, optimizer=other, resume_from=48)
+
+
+@situation(
+    12, "ultralytics/ultralytics#24085",
+    "the checkpoint keeps Adam's second moment in FP16, where most of it is zero: after the resume updates are divided by eps",
+    first="misled", words=("moment", "optimizer state", "optimizer's state", "exp_avg_sq"),
+    misleading=("smooth", "amax", "scale_rounding", "bf16", "learning rate"),
+)  # fmt: skip
+def second_moment_rounds_to_zero(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        train(model, folder / name, steps=36, every=2, optimizer=optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+        if name == "sick":
+            for state in saved["state"].values():
+                state.update({key: state[key].half().float() for key in ("exp_avg", "exp_avg_sq")})
+        again = copy.deepcopy(model)
+        other = torch.optim.AdamW(again.parameters(), lr=2e-3)
+        other.load_state_dict(saved)
+        train(again, folder / name, steps=24, every=2, optimizer=other, resume_from=36)

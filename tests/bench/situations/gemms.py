@@ -20,6 +20,7 @@ from tests.bench.situations.stack import (
     Model,
     OwnKernel,
     TwoExperts,
+    _Product,
     fp8_gemm_nt,
     train,
     values,
@@ -230,3 +231,19 @@ def gradient_of_an_empty_group(folder: Path) -> None:
 
     train(Model(OwnKernel, block=_Experts), folder / "sick", before=before, kernel=kernel)
     train(Model(OwnKernel, block=_Experts), folder / "clean", before=before)
+
+
+@situation(
+    12, "pytorch/ao#4846",
+    "the wrapper of the weight takes over the Linear and passes its bias on to nobody: it is never added, and gets no gradient",
+    first="silent", modules=("blocks.0.gate", "blocks.0.up", "blocks.0.down", "blocks.1.gate", *UP, *DOWN), words=("bias",),
+    misleading=("smooth", "eps", "optimizer", "learning rate", "scale"),
+)  # fmt: skip
+def bias_never_added(folder: Path) -> None:
+    class Fault(BlockLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self)
+            return out.reshape(*x.shape[:-1], -1)
+
+    train(Model(Fault, bias=True), folder / "sick")
+    train(Model(bias=True), folder / "clean")

@@ -387,3 +387,58 @@ def one_use_counted_twice(folder: Path) -> None:
 
     train(Model(Fault, block=_Twice), folder / "sick")
     train(Model(block=_Twice), folder / "clean")
+
+
+@situation(
+    12, "allenai/allennlp#5426",
+    "gradients are clipped while they are still multiplied by the loss scale: divided by it, they are far too small",
+    first="silent", codes=("F126", "F134", "F143", "F149"), words=("clip", "loss scale"), misleading=("smooth", "amax", "bf16"),
+)  # fmt: skip
+def clipped_before_they_are_unscaled(folder: Path) -> None:
+    scale = 2.0**16
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with fp8debug.watch(model, folder / name, every=2) as watch:
+            for step in range(32):
+                tokens, classes = batch(step)
+                loss = cross_entropy(model(tokens), classes)
+                (loss * scale).backward()
+                if name == "sick":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.div_(scale)
+                if name == "clean":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                watch.step(loss=loss, loss_scale=scale)
+
+
+class _Half(BlockLinear):
+    """A Linear under an autocast to FP16: input, output and their gradients are in FP16, the weight in FP32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.half()).half()
+
+
+@situation(
+    12, "engichang1467/Open-Rig3R#35",
+    "an autocast to FP16 without a loss scale: gradients of a mean over many tokens vanish before they are cast to FP8",
+    first="silent", gemms=("dgrad", "wgrad"), tensors=("grad_output",), words=("loss scal", "fp16"),
+    misleading=("smooth", "amax", "learning rate", "optimizer", "history"),
+)  # fmt: skip
+def fp16_without_a_loss_scale(folder: Path) -> None:
+    def mean(out: Any, classes: Tensor) -> Tensor:  # as over 256 times as many tokens
+        return cross_entropy(out, classes) / 256
+
+    train(Model(_Half), folder / "sick", loss_of=mean)
+    model, scale = Model(_Half), 2.0**12
+
+    def unscale(step: int, number: int) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.div_(scale)
+
+    train(model, folder / "clean", loss_of=lambda out, classes: mean(out, classes) * scale, after_backward=unscale)

@@ -211,3 +211,39 @@ def epsilon_rounds_to_zero(folder: Path) -> None:
             model, folder / name, every=2, optimizer=optimizer, before=unmask,
             loss_of=lambda out, classes: cross_entropy(out, classes) * 2.0**12,
         )  # fmt: skip
+
+
+class _AdamW(torch.optim.Optimizer):
+    """AdamW whose count of steps is a tensor of one dtype: that which new tensors have by default."""
+
+    def __init__(self, parameters: Any, lr: float, dtype: torch.dtype) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.zeros((), dtype=self.dtype), exp_avg=torch.zeros_like(p))
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["step"] += 1
+                correction1, correction2 = 1 - beta1 ** state["step"].float(), 1 - beta2 ** state["step"].float()
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
+                size = (state["exp_avg_sq"] / correction2).sqrt() + group["eps"]
+                p.sub_(lr / correction1 * state["exp_avg"] / size)
+
+
+@situation(
+    12, "pytorch/ao#4915",
+    "Adam counts its steps in BF16, where 256 + 1 is 256: the bias correction stays where it was, and updates are too small",
+    first="silent", words=("step counter", "counts", "bias correction"),
+    misleading=("smooth", "scale_rounding", "stochastic", "master", "learning rate"),
+)  # fmt: skip
+def count_of_steps_saturates(folder: Path) -> None:
+    for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
+        model = Model()
+        train(model, folder / name, steps=400, every=20, optimizer=_AdamW(model.parameters(), 5e-4, dtype))

@@ -137,3 +137,63 @@ def cast_after_an_export_in_bf16(folder: Path) -> None:
             p.copy_(p.bfloat16())
 
     rollouts(folder / "sick", spoil)
+
+
+@situation(
+    12, "vllm-project/vllm#33088",
+    "the rollout engine averages the partial results of a row-parallel Linear over two ranks, which are to be summed",
+    first="right", codes=("F122",), modules=("blocks.0.down",), words=("factor", "times", "0.5", "half", "sum"),
+    misleading=("synchron", "smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def partial_results_are_averaged(folder: Path) -> None:
+    def average(engine: Any) -> None:
+        for block in engine.blocks:
+            block.down.register_forward_hook(lambda module, args, out: out / 2)
+
+    rollouts(folder / "sick", average)
+    rollouts(folder / "clean", lambda engine: None)
+
+
+class _Rotary(nn.Module):
+    """Causal attention of two heads under rotary position embeddings, whose frequencies are a buffer."""
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.RMSNorm(width), linear(width, 3 * width, bias=bias)
+        self.out = linear(width, width, bias=bias)
+        self.num_freq = width // 4
+        self.register_buffer("inv_freq", self.frequencies().bfloat16())
+
+    def frequencies(self) -> Tensor:
+        """Return the frequencies as they are meant, FP32."""
+        out: Tensor = 10000.0 ** (-torch.arange(self.num_freq) / self.num_freq)
+        return out
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Return ``[heads, tokens, width of a head]`` turned by position."""
+        angles = torch.arange(x.shape[1])[:, None] * self.inv_freq.float()  # type: ignore[operator]  # a buffer
+        first, second = x.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(0, 1) for one in self.qkv(self.norm(x)).float().chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        out: Tensor = x + self.out(mixed.transpose(0, 1).flatten(-2).to(x.dtype))
+        return out
+
+
+@situation(
+    12, "NVIDIA-NeMo/Automodel#2549",
+    "casting the model rounds the rotary frequencies to BF16 in training, the other engine keeps them in FP32",
+    first="silent", codes=("F122",), modules=("blocks.0.out",), words=("between", "attention", "no linear", "buffer", "position"),
+    misleading=("synchron", "smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def rotary_frequencies_in_bf16(folder: Path) -> None:
+    def keep(engine: Any) -> None:
+        for block in engine.blocks:
+            block.inv_freq = block.frequencies()
+
+    rollouts(folder / "sick", keep, block=_Rotary)
+    rollouts(folder / "clean", lambda engine: None, block=_Rotary)

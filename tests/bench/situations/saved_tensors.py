@@ -157,3 +157,45 @@ def recomputed_under_the_default_recipe(folder: Path) -> None:
 
     train(Model(Fault, block=_Recomputed), folder / "sick")
     train(Model(block=_Recomputed), folder / "clean")
+
+
+class _StoredSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, in_fp8: bool) -> Tensor:
+        ctx.save_for_backward(*(one.to(E4M3) if in_fp8 else one for one in (gate, up)))
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = (one.to(grad.dtype) for one in ctx.saved_tensors)
+        share = torch.sigmoid(gate)
+        return grad * up * share * (1 + gate * (1 - share)), grad * gate * share, None
+
+
+class _StoredBlock(Block):
+    """A block that keeps the input of SwiGLU for the backward pass, in FP8 or as it is."""
+
+    in_fp8 = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        out: Tensor = x + self.down(_StoredSwiGLU.apply(self.gate(h), self.up(h), self.in_fp8))
+        return out
+
+
+@situation(
+    12, "NVIDIA/Megatron-LM#1753",
+    "the input of SwiGLU is kept in FP8 for the backward pass by a conversion without a scale: what lies beyond 448 is lost",
+    first="silent", modules=("blocks.1.gate", *UP), gemms=("dgrad", "wgrad"), tensors=("grad_output",),
+    codes=("F103", "F117", "F125"), words=("outside", "no linear", "activation"),
+    misleading=("smooth", "eps", "learning rate", "loss scal", "optimizer"),
+)  # fmt: skip
+def activation_stored_without_a_scale(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(block=_StoredBlock)
+        for block in model.blocks:
+            block.in_fp8 = name == "sick"
+        with torch.no_grad():  # the outliers of a long training: one channel is hundreds of times as large as the others
+            model.blocks[1].up.weight[17] *= 600
+            model.blocks[1].down.weight[:, 17] /= 600
+        train(model, folder / name, steps=12, every=2)
