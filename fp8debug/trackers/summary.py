@@ -51,7 +51,9 @@ _NONFINITE = "coalesce(num_nan, 0) + coalesce(num_inf, 0) + coalesce(num_actual_
 
 
 def step_scalars(run: Run, findings: Iterable[Finding] = (), after: int = -1) -> dict[int, dict[str, float]]:
-    """Return the numbers of each sampled step by name; one of ``SCALARS`` without data, or that is not finite, is left out.
+    """Return the numbers of each sampled step by name; one of ``SCALARS`` without data is left out.
+
+    So is one that is not finite, but for the loss: a plot of it would end with the last loss that was.
 
     Args:
         run: the run.
@@ -76,7 +78,8 @@ def step_scalars(run: Run, findings: Iterable[Finding] = (), after: int = -1) ->
         row["findings_error"] = sum(f.severity is Severity.ERROR and f.steps[0] <= step for f in found)
         row["findings_warning"] = sum(f.severity is Severity.WARNING and f.steps[0] <= step for f in found)
         row["fp8_flop_share"] = None if share is None else share.fp8
-        known[step] = {name: float(row[name]) for name in SCALARS if row[name] is not None and math.isfinite(row[name])}
+        there = {name: float(row[name]) for name in SCALARS if row[name] is not None}
+        known[step] = {name: value for name, value in there.items() if name == "loss" or math.isfinite(value)}
     return known
 
 

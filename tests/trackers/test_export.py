@@ -53,6 +53,20 @@ def test_a_run_becomes_event_files_without_torch(
     assert "wrong-scale" in (tmp_path / "tb" / "fp8debug-report.html").read_text()
 
 
+def test_a_loss_that_is_not_finite_reaches_the_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Left out, the plot would end with the last loss that was finite."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = {step: {"loss": math.nan if step < 40 else math.inf} for step in range(25, 41)}
+    build(tmp_path / "run", num_steps=41, every=10, steps=losses)
+    assert Said(capsys, tmp_path, f"export RUNS/run --to tensorboard -o {tmp_path / 'tb'}").code == 0
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    sent = [event.value for event in events.Scalars("fp8debug/loss")]
+    assert len(sent) == 5 and all(map(math.isfinite, sent[:3])) and math.isnan(sent[3]) and sent[4] == math.inf
+
+
 def test_a_run_goes_to_wandb_with_a_row_for_each_sampled_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, sick: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
