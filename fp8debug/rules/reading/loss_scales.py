@@ -101,8 +101,7 @@ def clipped_while_scaled(run: Run, limits: ClippingLimits) -> ClippedWhileScaled
         run: the run.
         limits: thresholds.
     """
-    noted = run.sql("SELECT step, loss_scale FROM steps ORDER BY step").to_pylist()
-    scales = {row["step"]: row["loss_scale"] for row in noted if _is_positive(row["loss_scale"])}
+    scales = _noted(run, "loss_scale")
     norms, inverses = _sampled_gradients(run)
     steps = tuple(step for step in norms if step in scales and step in inverses)
     factors = [scales[step] / inverses[step] for step in steps]
@@ -124,9 +123,7 @@ def late_unscaling(run: Run, limits: UnscalingLimits) -> LateUnscaling | None:
         run: the run.
         limits: thresholds.
     """
-    noted = run.sql("SELECT step, loss_scale, grad_norm FROM steps ORDER BY step").to_pylist()
-    scales = {row["step"]: row["loss_scale"] for row in noted if _is_positive(row["loss_scale"])}
-    norms = {row["step"]: row["grad_norm"] for row in noted if _is_positive(row["grad_norm"])}
+    scales, norms = _noted(run, "loss_scale"), _noted(run, "grad_norm")
     given, multiples = _optimizers_gradients(run)
     series = [(scales, norms, "the gradient norm"), (scales or multiples, given, "the gradient that the optimizer gets")]
     for scale, norm, what in series:
@@ -135,6 +132,12 @@ def late_unscaling(run: Run, limits: UnscalingLimits) -> LateUnscaling | None:
             steps, growth, factor = found
             return LateUnscaling(steps=steps, growth=growth, factor=factor, what=what)
     return None
+
+
+def _noted(run: Run, column: str) -> dict[int, float]:
+    """Return a column of ``steps`` by step, where it is a positive number."""
+    rows = run.sql(f"SELECT step, {column} AS value FROM steps ORDER BY step").to_pylist()
+    return {row["step"]: row["value"] for row in rows if _is_positive(row["value"])}
 
 
 def has_gradients(run: Run) -> bool:
