@@ -149,7 +149,8 @@ def _gated(module: Any) -> Curve:
 def is_fused(storage: Any, by: str, module: Any) -> bool:
     """Return whether the library casts such an operand in the kernel that makes it, before it is rounded to BF16.
 
-    Its debug tools see operands before they are cast, for which these kernels are apart.
+    Its debug tools see operands before they are cast, for which these kernels are apart; so they are, but for the norm's, under a
+    ``CustomRecipe``, whatever its quantizers are.
 
     Args:
         storage: the operand as its GEMM was given it, or another under the same recipe.
@@ -161,4 +162,6 @@ def is_fused(storage: Any, by: str, module: Any) -> bool:
     names = names_of(getattr(unwrapped(storage, False), "_quantizer", None))
     if by == "norm":
         return "Float8Quantizer" in names
+    if "CustomRecipe" in names_of(module.fp8_meta.get("recipe")):
+        return False
     return bool(names & {"Float8Quantizer", "MXFP8Quantizer"}) and (by == "activation" or module.activation in PLAIN)

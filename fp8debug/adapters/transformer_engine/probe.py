@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8debug.adapters.interception.listener import GemmOperand
 from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinear, SubLinearProbe
 from fp8debug.adapters.transformer_engine.gemms import SeenTeGemm
+from fp8debug.adapters.transformer_engine.scale_state import recipe_of_scales
 from fp8debug.adapters.transformer_engine.tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.observer.attributes import stored
@@ -209,6 +210,7 @@ class TeProbe(SubLinearProbe):
         side = side_of_storage(storage, (which, role) in CONTRACTS_ROWS) if side is None else side
         if side is None or side.scale_inv is None:
             return None if side is None else side.values
-        cast = side.cast or cast_of_storage(storage, side.granularity, recipe_in_force(self.sublinear.owner))
+        recipe = recipe_of_scales(self.sublinear.owner, "bwd" if role is TensorRole.GRAD_OUTPUT else "fwd")
+        cast = side.cast or cast_of_storage(storage, side.granularity, recipe)
         CASTS.setdefault(self.sublinear, {})[which, role] = cast
         return Quantized(side.values, side.scale_inv.to(torch.float32, copy=True)), cast

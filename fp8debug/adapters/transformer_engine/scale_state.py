@@ -20,18 +20,29 @@ from fp8debug.observer.host_copy import HostScalar
 TOLERANCE = 1.01
 
 
+def recipe_of_scales(module: Any, which: str) -> Any:
+    """Return the recipe by which a module's live scales are updated: a ``CustomRecipe`` keeps one for each direction.
+
+    Args:
+        module: one of the library's.
+        which: ``fwd`` for inputs and weights, ``bwd`` for gradients.
+    """
+    meta = getattr(module, "fp8_meta", {})
+    return getattr(meta.get(f"scaling_{which}"), "_inner_delayed_scaling_recipe", None) or meta.get("recipe")
+
+
 def excess(module: Any) -> Tensor | None:
     """Return how many times too large the largest of a module's live scales is, FP32 ``[]``; None where there is none."""
-    recipe = module.fp8_meta.get("recipe")
-    if getattr(recipe, "amax_compute_algo", None) not in ("max", "most_recent") or recipe.scaling_factor_compute_algo is not None:
-        return None
     found = []
     for which in ("fwd", "bwd"):
-        state, largest = module.fp8_meta.get(f"scaling_{which}"), module.fp8_meta.get(f"fp8_max_{which}")
-        if state is None or largest is None or state.amax_history.shape[0] < 2:
+        recipe, state = recipe_of_scales(module, which), module.fp8_meta.get(f"scaling_{which}")
+        algo = getattr(recipe, "amax_compute_algo", None)
+        if state is None or algo not in ("max", "most_recent") or recipe.scaling_factor_compute_algo is not None:
             continue
-        history = state.amax_history.detach()
-        amax = history[1:].amax(0) if recipe.amax_compute_algo == "max" else history[-1]
+        if state.amax_history.shape[0] < 2:
+            continue
+        history, largest = state.amax_history.detach(), getattr(recipe.fp8_format.value, f"max_{which}")
+        amax = history[1:].amax(0) if algo == "max" else history[-1]
         times = state.scale.detach() * amax * (2.0**recipe.margin / largest)
         found.append(torch.where(amax.isfinite(), times, 0.0).amax())
     return torch.stack(found).amax() if found else None

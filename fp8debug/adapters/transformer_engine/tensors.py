@@ -13,10 +13,10 @@ and column-wise (blocks along the first). What lies how, of a tensor ``[M, K]`` 
 | NVFP4Tensor 16x16 | the same, each scale repeated for 16 rows | the same |
 
 NVFP4's column-wise data are those of the transformed tensor where the quantizer has a Hadamard transform. ``NVFP4TensorRef``, the
-plain-torch reference that trains without the units, has the same layout under other names. An ``IdentityTensor`` is the tensor
-that it holds. Dimensions of scale_inv are rounded up and padded, the last of blockwise ones to 4; MXFP8's to 128 along the data
-and 4 along the blocks, NVFP4's to 128 and 4; both may be swizzled into the 128x4 tiles that cuBLAS reads. Nothing is copied but
-scales and FP4 codes.
+plain-torch reference that trains without the units, has the same layout under other names; ``CurrentScalingTensorRef``, that of
+current scaling, the layout of a Float8Tensor. An ``IdentityTensor`` is the tensor that it holds. Dimensions of scale_inv are
+rounded up and padded, the last of blockwise ones to 4; MXFP8's to 128 along the data and 4 along the blocks, NVFP4's to 128 and
+4; both may be swizzled into the 128x4 tiles that cuBLAS reads. Nothing is copied but scales and FP4 codes.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def side_of_storage(tensor: Any, columnwise: bool) -> GemmOperand | None:
         return _mxfp8(tensor, columnwise)
     if names & _NVFP4:
         return _nvfp4(tensor, columnwise)
+    if "CurrentScalingTensorRef" in names:
+        return _current_reference(tensor, columnwise)
     raise ValueError(f"{type(tensor).__name__} is not read")
 
 
@@ -109,16 +111,26 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
         return same_cast(
             format=number_format, scaling="delayed", granularity="tensorwise", history=history, algo=algo, margin=margin
         )
-    pow2 = bool(getattr(quantizer, "force_pow_2_scales", False)) or granularity in ("1x32", "32x1")
+    is_reference = "CurrentScalingQuantizerRef" in names_of(quantizer)
+    pow2_name, eps_name = ("pow_2_scales", "eps") if is_reference else ("force_pow_2_scales", "amax_epsilon")
+    pow2 = bool(getattr(quantizer, pow2_name, False)) or granularity in ("1x32", "32x1")
     return same_cast(
         format=number_format,
         granularity=granularity,
         scale_rounding="pow2_ceil" if pow2 else "none",
-        amax_eps=float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0),
+        amax_eps=float(getattr(quantizer, eps_name, 0.0) or 0.0),
     )
 
 
 def _dtype(tensor: Any) -> torch.dtype:
+    """Return the dtype of a storage's codes.
+
+    Raises:
+        ValueError: it has no name here.
+    """
+    if "CurrentScalingTensorRef" in names_of(tensor):
+        dtype: torch.dtype = tensor.quant_dtype
+        return dtype
     found = _KNOWN_DTYPES.get(tensor._fp8_dtype)
     if found is None:
         name = str(getattr(tensor._fp8_dtype, "name", tensor._fp8_dtype))
@@ -153,6 +165,14 @@ def _tensorwise(tensor: Any, columnwise: bool) -> GemmOperand | None:
         return None
     codes = _codes(data, _dtype(tensor), is_transposed=data is transpose)
     return GemmOperand(codes, tensor._scale_inv.view(1, 1), "tensorwise")
+
+
+def _current_reference(tensor: Any, columnwise: bool) -> GemmOperand | None:
+    is_transposed = tensor.data is None or (columnwise and tensor.data_t is not None)
+    data, scale = (tensor.data_t, tensor.scale_t) if is_transposed else (tensor.data, tensor.scale)
+    if data is None or scale is None:
+        return None
+    return GemmOperand(_codes(data, _dtype(tensor), is_transposed=is_transposed), scale.detach().view(1, 1), "tensorwise")
 
 
 def _blockwise(tensor: Any, columnwise: bool) -> GemmOperand | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.adapters.transformer_engine import engine_tensors as t
+
+HYBRID = SimpleNamespace(value=SimpleNamespace(max_fwd=448.0, max_bwd=57344.0))
 
 
 @dataclass
@@ -19,6 +22,7 @@ class DelayedScaling:
     amax_compute_algo: Any = "max"
     margin: int = 0
     scaling_factor_compute_algo: Any = None
+    fp8_format: Any = field(default_factory=lambda: HYBRID, repr=False)
 
 
 @dataclass
@@ -98,7 +102,6 @@ class Base(nn.Module):
             if "scaling_fwd" not in self.fp8_meta:
                 self.fp8_meta["scaling_fwd"] = Meta(3 * g, recipe.amax_history_len)
                 self.fp8_meta["scaling_bwd"] = Meta(2 * g, recipe.amax_history_len)
-                self.fp8_meta["fp8_max_fwd"], self.fp8_meta["fp8_max_bwd"] = 448.0, 57344.0
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
             State.used.append(self)
 
