@@ -19,15 +19,18 @@ from torch.nn import functional
 from tests.adapters.transformer_engine import engine_tensors as t
 from tests.adapters.transformer_engine.engine_state import (
     Base,
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    State,
     autocast,
 )
 
 __all__ = [
+    "CustomRecipe",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -257,6 +260,7 @@ class _LayerNormMLP(torch.autograd.Function):
         delayed, fused = (
             isinstance(q["input"][1], k) for k in (t.Float8Quantizer, (t.Float8Quantizer, t.MXFP8Quantizer, t.NVFP4Quantizer))
         )
+        fused = fused and not isinstance(State.recipe, CustomRecipe)
         x1, q1 = cast(normed if delayed else normed.to(inp.dtype), q["input"][0]), cast(w1, q["weight"][0])
         q2 = cast(w2, q["weight"][1])
         fc1_out = gemm(q1, x1, out_dtype=inp.dtype, bias=b1, use_split_accumulator=True)[0]

@@ -47,6 +47,13 @@ class NVFP4BlockScaling:
     backward_override: str | None = None
 
 
+@dataclass
+class CustomRecipe:
+    """Quantizers of the user's: ``qfactory(role)`` for each tensor, or a DelayedScaling for one whose scales come later."""
+
+    qfactory: Callable[[Any], Any] = field(repr=False)
+
+
 class State:
     """The recipe in force, and the modules whose delayed scales are updated when it ends."""
 
@@ -61,7 +68,8 @@ def autocast(recipe: Any) -> Iterator[None]:
         yield
     finally:
         for module in State.used:
-            update(module.fp8_meta["scaling_fwd"], recipe, 448.0)
+            state = module.fp8_meta["scaling_fwd"]
+            update(state, state._inner_delayed_scaling_recipe or recipe, 448.0)
         State.recipe = None
 
 
@@ -77,6 +85,8 @@ def update(state: Any, recipe: Any, largest: float) -> None:
 
 
 class Meta:
+    _inner_delayed_scaling_recipe: Any = None  # a CustomRecipe's
+
     def __init__(self, count: int, length: int) -> None:
         self.scale, self.amax_history = torch.ones(count), torch.zeros(length, count)
 
@@ -98,11 +108,14 @@ class Base(nn.Module):
             return {role: [None] * g for role in ("input", "weight", "grad_output")}
         self.fp8_meta["recipe"] = recipe
         e5m2 = t.DType.kFloat8E5M2
+        given = recipe.qfactory(SimpleNamespace(tensor_type="input")) if isinstance(recipe, CustomRecipe) else None
+        inner, recipe = (given, given) if isinstance(given, DelayedScaling) else (None, recipe)
         if isinstance(recipe, DelayedScaling):
             if "scaling_fwd" not in self.fp8_meta:
                 self.fp8_meta["scaling_fwd"] = Meta(3 * g, recipe.amax_history_len)
                 self.fp8_meta["scaling_bwd"] = Meta(2 * g, recipe.amax_history_len)
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+            forward._inner_delayed_scaling_recipe = backward._inner_delayed_scaling_recipe = inner
             State.used.append(self)
 
             def delayed(meta: Meta, place: int, dtype: t.DType) -> t.Quantizer:
@@ -114,7 +127,10 @@ class Base(nn.Module):
                 "grad_output": [delayed(backward, 2 * i, e5m2) for i in range(g)],
             }
         make: Callable[[str], t.Quantizer]
-        if isinstance(recipe, Float8BlockScaling):
+        if isinstance(recipe, CustomRecipe):
+            factory = recipe.qfactory
+            make = lambda role: factory(SimpleNamespace(tensor_type=role))  # type: ignore[no-any-return]  # the user's  # noqa: E731
+        elif isinstance(recipe, Float8BlockScaling):
             same: dict[str, Any] = {"force_pow_2_scales": recipe.pow2, "amax_epsilon": recipe.amax_epsilon}
             make = lambda role: t.Float8BlockQuantizer(block_scaling_dim=2 if role == "weight" else 1, **same)  # noqa: E731
         elif isinstance(recipe, MXFP8BlockScaling):

@@ -217,6 +217,13 @@ class MXFP8Quantizer(Quantizer):
         return found
 
 
+def fp4_values(data: Tensor) -> Tensor:
+    """Return what bytes of two FP4 codes stand for, the low half first."""
+    table = torch.tensor([FORMATS["e2m1fn"].value(code) for code in range(16)])
+    byte = data.long()
+    return table[torch.stack((byte & 15, byte >> 4), -1).flatten(1)]
+
+
 class NVFP4TensorStorage(Blocks):
     _with_gemm_swizzled_scales = False
     _nvfp4_use_4over6 = False
@@ -229,9 +236,7 @@ class NVFP4TensorStorage(Blocks):
         data = self._columnwise_data if columnwise else self._rowwise_data
         scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
         amax = self._amax_columnwise if columnwise else self._amax_rowwise
-        table = torch.tensor([FORMATS["e2m1fn"].value(code) for code in range(16)])
-        byte = data.long()
-        values = table[torch.stack((byte & 15, byte >> 4), -1).flatten(1)]
+        values = fp4_values(data)
         if self._with_gemm_swizzled_scales:
             scale = from_tiles(scale)
         factors = scale.view(torch.float8_e4m3fn).float() * (amax / (6 * 448))
@@ -270,3 +275,81 @@ class NVFP4Quantizer(Quantizer):
         found._amax_rowwise, found._amax_columnwise = row_amax, column_amax
         found._with_gemm_swizzled_scales = self.optimize_for_gemm
         return found
+
+
+class Reference(QuantizedTensorStorage):
+    """What the storages of the plain-torch references have in common: two directions, the second transposed in memory."""
+
+    _quantizer: Any
+
+    def __init__(self, quantizer: Any, row: dict[str, Any], column: dict[str, Any], **facts: Any) -> None:
+        self.__dict__.update(row, **column, **facts, _quantizer=quantizer)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        assert not columnwise_usage or self.__dict__["data_t"] is not None
+        if rowwise_usage is False:
+            self.data = None
+
+    def clear(self) -> None:
+        self.data = self.data_t = self.scale = self.scale_t = None
+
+
+class CurrentScalingTensorRef(Reference):
+    data: Any
+    data_t: Any
+    scale: Any
+    quant_dtype: torch.dtype
+
+    def values(self, columnwise: bool) -> Tensor:
+        found: Tensor = (self.data_t if columnwise else self.data).float() * self.scale
+        return found.t() if columnwise else found
+
+
+class CurrentScalingQuantizerRef(Quantizer):
+    pow_2_scales = False
+    eps = 0.0
+
+    def __call__(self, x: Tensor) -> CurrentScalingTensorRef:
+        rounding: Any = "pow2_ceil" if self.pow_2_scales else "none"
+        q = quantize(x.contiguous(), self.cast("tensorwise", scale_rounding=rounding, amax_eps=self.eps))
+        scale = q.scale_inv.reshape(1)
+        row, column = {"data": q.data, "scale": scale}, {"data_t": q.data.t().contiguous(), "scale_t": scale}
+        return CurrentScalingTensorRef(self, row, column, quant_dtype=q.data.dtype)
+
+
+class NVFP4TensorRef(Reference):
+    data: Any
+    data_t: Any
+    scale: Any
+    scale_t: Any
+    global_amax_row: Any
+    global_amax_col: Any
+
+    def values(self, columnwise: bool) -> Tensor:
+        """Return what the GEMM reads: column-wise the transformed tensor, whose transform the product undoes."""
+        data, scale = (self.data_t, self.scale_t) if columnwise else (self.data, self.scale)
+        amax = self.global_amax_col if columnwise else self.global_amax_row
+        found = fp4_values(data) * (scale.float() * (amax / (6 * 448))).repeat_interleave(16, 1)
+        return found.t() if columnwise else found
+
+
+class NVFP4QuantizerRef(Quantizer):
+    quant_tile_shape = (1, 16)
+    with_rht = False
+    pow_2_scales = False
+
+    def __call__(self, x: Tensor) -> NVFP4TensorRef:
+        two = self.quant_tile_shape == (16, 16)
+        cast = Cast(format="e2m1fn", granularity="16x16" if two else "1x16", scale_format="e4m3fn", tensor_scale="tensor")
+
+        def stored(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            amax = x.float().abs().amax().reshape(1)
+            q = quantize(x.contiguous(), cast)
+            scales = (q.scale_inv / (amax / (6 * 448))).to(torch.float8_e4m3fn)
+            scales = scales.view(torch.uint8).repeat_interleave(16 if two else 1, 0).view(torch.float8_e4m3fn)
+            return packed(q.data).view(torch.uint8), scales, amax
+
+        row = dict(zip(("data", "scale", "global_amax_row"), stored(x), strict=True))
+        turned = hadamard(x.float(), 0, 0xD7E8) if self.with_rht else x
+        column = dict(zip(("data_t", "scale_t", "global_amax_col"), stored(turned.t()), strict=True))
+        return NVFP4TensorRef(self, row, column, nvfp4_use_4over6=False, nvfp4_e4m3_max=448)

@@ -21,14 +21,37 @@ from fp8debug.adapters.transformer_engine.modules import is_fused
 from fp8debug_cli.coverage import command
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.transformer_engine import engine as te
-from tests.adapters.transformer_engine.engine_tensors import Float8CurrentScalingQuantizer, Float8TensorStorage
+from tests.adapters.transformer_engine.engine_tensors import (
+    CurrentScalingQuantizerRef,
+    DType,
+    Float8CurrentScalingQuantizer,
+    Float8TensorStorage,
+    NVFP4QuantizerRef,
+)
 from tests.adapters.watching.test_watch import NINE
 from tests.training import losses_and_parameters
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("engine")
 engine = te.engine
+
+
+def nvfp4_reference(role: Any) -> Any:
+    is_weight = role.tensor_type == "weight"
+    return NVFP4QuantizerRef(quant_tile_shape=(16, 16) if is_weight else (1, 16), with_rht=not is_weight)
+
+
+def current_reference(role: Any) -> Any:
+    return CurrentScalingQuantizerRef(DType.kFloat8E5M2 if role.tensor_type == "grad_output" else DType.kFloat8E4M3)
+
+
+CUSTOM = {
+    "nvfp4_reference": te.CustomRecipe(nvfp4_reference),
+    "current_reference": te.CustomRecipe(current_reference),
+    "custom_delayed": te.CustomRecipe(lambda role: te.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")),
+}
 RECIPES = {
+    **CUSTOM,
     "block": te.Float8BlockScaling(),
     "block_fp32": te.Float8BlockScaling(pow2=False, amax_epsilon=1e-12),
     "current": te.Float8CurrentScaling(),
@@ -121,13 +144,14 @@ def test_casts_are_those_in_force(tmp_path: Path) -> None:
             assert names["fprop", "weight"] == names["dgrad", "weight"] == f"e2m1fn 16x16 {scales}"
             assert names["fprop", "input"] == f"e2m1fn 1x16 {scales}"
             assert names["wgrad", "input"] == f"e2m1fn 16x1 {scales} hadamard=16"
-            assert names["dgrad", "grad_output"] == f"e2m1fn 1x16 {scales} stochastic"
-            assert names["wgrad", "grad_output"] == f"e2m1fn 16x1 {scales} stochastic hadamard=16"
+            rounding = "" if name == "nvfp4_reference" else " stochastic"
+            assert names["dgrad", "grad_output"] == f"e2m1fn 1x16 {scales}{rounding}"
+            assert names["wgrad", "grad_output"] == f"e2m1fn 16x1 {scales}{rounding} hadamard=16"
         elif "mxfp8" in name:
             assert names["fprop", "weight"] == "e4m3fn 1x32 current pow2_ceil"
             assert names["dgrad", "weight"] == names["wgrad", "input"] == "e4m3fn 32x1 current pow2_ceil"
         else:
-            scaling = "delayed(16,max)" if name == "delayed" else "current"
+            scaling = {"delayed": "delayed(16,max)", "custom_delayed": "delayed(4,most_recent)"}.get(name, "current")
             assert names["fprop", "weight"] == names["wgrad", "input"] == f"e4m3fn tensorwise {scaling}"
             assert names["wgrad", "grad_output"] == f"e5m2 tensorwise {scaling}"
 
@@ -299,8 +323,9 @@ def test_errors_of_ours_and_of_theirs(
     assert all(space.general_gemm is te.general_gemm for space in te.SPACES.values())
 
 
-def test_a_delayed_scale_that_its_history_does_not_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, net = te.DelayedScaling(), model()
+@pytest.mark.parametrize("recipe", [te.DelayedScaling(), te.CustomRecipe(lambda role: te.DelayedScaling())])
+def test_a_delayed_scale_that_its_history_does_not_give(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = model()
     with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
         train(net, recipe, watch)
         assert not complaints(capsys)
