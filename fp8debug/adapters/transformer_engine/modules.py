@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8debug.adapters.interception.sublinears import SubLinear, chosen
-from fp8debug.adapters.transformer_engine.tensors import is_of_debug_tools, names_of, unwrapped
+from fp8debug.adapters.transformer_engine.tensors import is_hybrid, is_of_debug_tools, names_of
 from fp8debug.observer.attributes import is_computed, stored
 
 _PACKAGE = "transformer_engine.pytorch.module."
@@ -149,17 +149,17 @@ def _gated(module: Any) -> Curve:
 def is_fused(storage: Any, by: str, module: Any) -> bool:
     """Return whether the library casts such an operand in the kernel that makes it, before it is rounded to BF16.
 
-    Its debug tools see operands before they are cast, for which these kernels are apart; so they are, but for the norm's, under a
-    ``CustomRecipe``, whatever its quantizers are.
+    Its debug tools and hybrid tensors see operands before they are cast, for which these kernels are apart; so they are, but for
+    the norm's, under a ``CustomRecipe``, whatever its quantizers are.
 
     Args:
         storage: the operand as its GEMM was given it, or another under the same recipe.
         by: which kernel: ``norm``, ``activation`` or ``gradient`` (the activation's derivative).
         module: the module.
     """
-    if is_of_debug_tools(storage):
+    if is_of_debug_tools(storage) or is_hybrid(storage):
         return False
-    names = names_of(getattr(unwrapped(storage, False), "_quantizer", None))
+    names = names_of(getattr(storage, "_quantizer", None))
     if by == "norm":
         return "Float8Quantizer" in names
     if "CustomRecipe" in names_of(module.fp8_meta.get("recipe")):

@@ -65,9 +65,10 @@ class TeProbe(SubLinearProbe):
 
     @isolated
     def take_fprop(self, call: LinearInputs, gemm: SeenTeGemm, place: int) -> None:
-        """Record fprop; nothing is kept of a GEMM in high precision."""
+        """Record fprop; nothing is kept of a Linear in high precision."""
         a, b = unwrapped(gemm.first[place], False), unwrapped(gemm.second[place], False)
-        if not is_quantized(a) and not is_quantized(b):
+        is_low = is_quantized(a) or is_quantized(b)
+        if not is_low and not any(is_quantized(unwrapped(operand[place], True)) for operand in (gemm.first, gemm.second)):
             if isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel():
                 self._tell_flops(False, 2 * (a.numel() // a.shape[-1]) * b.numel())
             return
@@ -81,7 +82,7 @@ class TeProbe(SubLinearProbe):
             self.give_up("its input in high precision is not to be had")
             return
         x = self._plain(x, "input")
-        self._tell_flops(True, 2 * x.shape[0] * weight.numel())
+        self._tell_flops(is_low, 2 * x.shape[0] * weight.numel())
         if first.values.shape != x.shape or second.values.shape != weight.shape:
             shapes = f"{list(first.values.shape)} by {list(second.values.shape)}"
             self.give_up(f"its GEMM of {shapes} is not input {list(x.shape)} by weight {list(weight.shape)} (gathered?)")
@@ -89,7 +90,7 @@ class TeProbe(SubLinearProbe):
         result, bias = self._given(gemm, place), None if gemm.bias is None else gemm.bias[place]
         later = None
         if self._trains():
-            later = self._operand_of(Gemm.WGRAD, TensorRole.INPUT, a)
+            later = self._operand_of(Gemm.WGRAD, TensorRole.INPUT, gemm.first[place])
         operands = self._operands(gemm, place, weight, (first, second))
         if operands is not None:
             kept = self.fprop(x, weight, *operands, later, result, bias)
@@ -207,10 +208,11 @@ class TeProbe(SubLinearProbe):
         return found[0], found[1]
 
     def _operand_of(self, which: Gemm, role: TensorRole, storage: Any, side: GemmOperand | None = None) -> Operand | None:
-        side = side_of_storage(storage, (which, role) in CONTRACTS_ROWS) if side is None else side
+        columnwise = (which, role) in CONTRACTS_ROWS
+        side = side_of_storage(storage, columnwise) if side is None else side
         if side is None or side.scale_inv is None:
             return None if side is None else side.values
         recipe = recipe_of_scales(self.sublinear.owner, "bwd" if role is TensorRole.GRAD_OUTPUT else "fwd")
-        cast = side.cast or cast_of_storage(storage, side.granularity, recipe)
+        cast = side.cast or cast_of_storage(storage, columnwise, side.granularity, recipe)
         CASTS.setdefault(self.sublinear, {})[which, role] = cast
         return Quantized(side.values, side.scale_inv.to(torch.float32, copy=True)), cast

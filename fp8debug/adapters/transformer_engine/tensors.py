@@ -53,7 +53,7 @@ def unwrapped(tensor: Any, columnwise: bool) -> Any:
     names = names_of(tensor)
     if "DebugQuantizedTensor" in names:
         return unwrapped(tensor.get_tensor(columnwise), columnwise)
-    if "HybridQuantizedTensorStorage" in names:
+    if is_hybrid(tensor):
         return unwrapped(tensor.columnwise_sub_storage if columnwise else tensor.rowwise_sub_storage, columnwise)
     if "IdentityTensorStorage" in names:
         return tensor._hp_data
@@ -63,6 +63,11 @@ def unwrapped(tensor: Any, columnwise: bool) -> Any:
 def is_of_debug_tools(tensor: Any) -> bool:
     """Return whether the library's debug tools are on, and have wrapped an operand."""
     return "DebugQuantizedTensor" in names_of(tensor)
+
+
+def is_hybrid(tensor: Any) -> bool:
+    """Return whether an operand holds its two directions in formats of their own."""
+    return "HybridQuantizedTensorStorage" in names_of(tensor)
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -93,13 +98,13 @@ def side_of_storage(tensor: Any, columnwise: bool) -> GemmOperand | None:
     raise ValueError(f"{type(tensor).__name__} is not read")
 
 
-def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
-    """Return the cast that made a storage, from its quantizer; a delayed one's history from the recipe in force.
+def cast_of_storage(tensor: Any, columnwise: bool, granularity: str, recipe: Any) -> Cast:
+    """Return the cast that made one direction of a storage, from its quantizer; a delayed one's history from the recipe in force.
 
     Raises:
         ValueError: its format is not read.
     """
-    tensor = unwrapped(tensor, granularity in ("128x1", "32x1", "16x1"))
+    tensor = unwrapped(tensor, columnwise)
     quantizer = getattr(tensor, "_quantizer", None)
     number_format = FORMAT_OF[_dtype(tensor)]
     is_delayed = "Float8Quantizer" in names_of(quantizer) or (quantizer is None and hasattr(recipe, "amax_history_len"))

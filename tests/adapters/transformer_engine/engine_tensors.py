@@ -353,3 +353,62 @@ class NVFP4QuantizerRef(Quantizer):
         turned = hadamard(x.float(), 0, 0xD7E8) if self.with_rht else x
         column = dict(zip(("data_t", "scale_t", "global_amax_col"), stored(turned.t()), strict=True))
         return NVFP4TensorRef(self, row, column, nvfp4_use_4over6=False, nvfp4_e4m3_max=448)
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """A tensor in high precision among quantized ones."""
+
+    def __init__(self, x: Tensor, quantizer: Any) -> None:
+        self._hp_data, self._quantizer = x, quantizer
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """One tensor serves both directions."""
+
+    def clear(self) -> None:
+        self._hp_data.data = torch.empty(0, dtype=self._hp_data.dtype)
+
+    def values(self, columnwise: bool) -> Tensor:
+        return self._hp_data.float()
+
+
+class IdentityQuantizer(Quantizer):
+    def __call__(self, x: Tensor) -> IdentityTensorStorage:
+        return IdentityTensorStorage(x.detach().clone(), self)
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """Its two directions in formats of their own."""
+
+    rowwise_sub_storage: Any
+    columnwise_sub_storage: Any
+
+    def __init__(self, row: Any, column: Any, quantizer: Any) -> None:
+        self.rowwise_sub_storage, self.columnwise_sub_storage, self._quantizer = row, column, quantizer
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        if rowwise_usage is False:
+            self.rowwise_sub_storage = None
+        if columnwise_usage is False:
+            self.columnwise_sub_storage = None
+
+    def clear(self) -> None:
+        for part in (self.rowwise_sub_storage, self.columnwise_sub_storage):
+            if part is not None:
+                part.clear()
+
+    def values(self, columnwise: bool) -> Tensor:
+        part = self.columnwise_sub_storage if columnwise else self.rowwise_sub_storage
+        found: Tensor = part.values(columnwise)
+        return found
+
+
+class HybridQuantizer(Quantizer):
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
+
+    def __call__(self, x: Tensor) -> HybridQuantizedTensorStorage:
+        row, column = self.rowwise_quantizer, self.columnwise_quantizer
+        row.set_usage(rowwise=True, columnwise=False)
+        column.set_usage(rowwise=False, columnwise=True)
+        made: Any = (row(x) if self.rowwise else None, column(x) if self.columnwise else None)  # type: ignore[operator]  # its kind's
+        return HybridQuantizedTensorStorage(*made, self)

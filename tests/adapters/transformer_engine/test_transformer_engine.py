@@ -24,8 +24,11 @@ from tests.adapters.transformer_engine import engine as te
 from tests.adapters.transformer_engine.engine_tensors import (
     CurrentScalingQuantizerRef,
     DType,
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8TensorStorage,
+    HybridQuantizer,
+    IdentityQuantizer,
     NVFP4QuantizerRef,
 )
 from tests.adapters.watching.test_watch import NINE
@@ -154,6 +157,36 @@ def test_casts_are_those_in_force(tmp_path: Path) -> None:
             scaling = {"delayed": "delayed(16,max)", "custom_delayed": "delayed(4,most_recent)"}.get(name, "current")
             assert names["fprop", "weight"] == names["wgrad", "input"] == f"e4m3fn tensorwise {scaling}"
             assert names["wgrad", "grad_output"] == f"e5m2 tensorwise {scaling}"
+
+
+def in_fp8(*gemms: str) -> Any:
+    """Return a recipe whose other GEMMs run in high precision."""
+    readers = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+
+    def qfactory(role: Any) -> Any:
+        row, column = (
+            Float8BlockQuantizer(block_scaling_dim=2 if role.tensor_type == "weight" else 1)
+            if gemm in gemms
+            else IdentityQuantizer()
+            for gemm in readers[role.tensor_type]
+        )
+        return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
+
+    return te.CustomRecipe(qfactory)
+
+
+@pytest.mark.parametrize("gemms", [("fprop", "dgrad"), ("dgrad", "wgrad"), ("fprop", "wgrad"), ("wgrad",), ()])
+def test_single_gemms_in_high_precision(gemms: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As under the recipe that ``fallback --to te-recipe`` writes: what is cast has its rows, the rest its result alone."""
+    expected, net = train(model(), in_fp8(*gemms)), model()
+    with fp8debug.watch(net, tmp_path / "run", every=1, shadow="full", what_if=()) as watch:
+        assert same(train(net, in_fp8(*gemms), watch), expected)
+    run = fp8debug.Run(tmp_path / "run")
+    for module in ("0.qkv", "0.proj", "0.mlp.fc1", "0.mlp.fc2"):
+        found = {(r["gemm"], r["tensor"]) for r in rows(run, f"module = '{module}' AND reference = 'operand'")}
+        assert found == {site for site in NINE if site[0] in gemms and site[1] in ("input", "weight", "grad_output")}, module
+    assert ("no FP8 GEMM observed" in " ".join(complaints(capsys))) == (not gemms)
+    assert not run.sql("SELECT * FROM events WHERE message NOT LIKE '%no FP8 GEMM observed%'").to_pylist()
 
 
 def test_an_override_of_the_backward_pass_is_shown(tmp_path: Path) -> None:
