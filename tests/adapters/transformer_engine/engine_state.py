@@ -129,7 +129,7 @@ class Base(nn.Module):
         make: Callable[[str], t.Quantizer]
         if isinstance(recipe, CustomRecipe):
             factory = recipe.qfactory
-            make = lambda role: factory(SimpleNamespace(tensor_type=role))  # type: ignore[no-any-return]  # the user's  # noqa: E731
+            make = lambda role: factory(SimpleNamespace(tensor_type=role))  # noqa: E731
         elif isinstance(recipe, Float8BlockScaling):
             same: dict[str, Any] = {"force_pow_2_scales": recipe.pow2, "amax_epsilon": recipe.amax_epsilon}
             make = lambda role: t.Float8BlockQuantizer(block_scaling_dim=2 if role == "weight" else 1, **same)  # noqa: E731

@@ -329,7 +329,7 @@ class NVFP4TensorRef(Reference):
         """Return what the GEMM reads: column-wise the transformed tensor, whose transform the product undoes."""
         data, scale = (self.data_t, self.scale_t) if columnwise else (self.data, self.scale)
         amax = self.global_amax_col if columnwise else self.global_amax_row
-        found = fp4_values(data) * (scale.float() * (amax / (6 * 448))).repeat_interleave(16, 1)
+        found: Tensor = fp4_values(data) * (scale.float() * (amax / (6 * 448))).repeat_interleave(16, 1)
         return found.t() if columnwise else found
 
 
@@ -403,12 +403,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
 
 class HybridQuantizer(Quantizer):
-    rowwise_quantizer: Quantizer
-    columnwise_quantizer: Quantizer
+    rowwise_quantizer: Any
+    columnwise_quantizer: Any
 
     def __call__(self, x: Tensor) -> HybridQuantizedTensorStorage:
         row, column = self.rowwise_quantizer, self.columnwise_quantizer
         row.set_usage(rowwise=True, columnwise=False)
         column.set_usage(rowwise=False, columnwise=True)
-        made: Any = (row(x) if self.rowwise else None, column(x) if self.columnwise else None)  # type: ignore[operator]  # its kind's
-        return HybridQuantizedTensorStorage(*made, self)
+        return HybridQuantizedTensorStorage(row(x) if self.rowwise else None, column(x) if self.columnwise else None, self)
