@@ -48,11 +48,6 @@ class ReferenceAmaxHistory:
                 memory[:1] = 1.0
         self.memory = memory
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls so far, modulo the length of the ring (plus one length) once that is full; waits for the device."""
-        return int(self.memory[1])
-
     def next_scale_inv(self, amax: Tensor, use: Use = "train") -> Tensor:
         """Return the FP32 ``[]`` scale_inv for this call; no synchronization.
 

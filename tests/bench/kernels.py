@@ -26,7 +26,7 @@ from fp8debug.kernels.gpu.describe.what_if import observe
 from fp8debug.kernels.gpu.gemm.error import compare
 from fp8debug.kernels.gpu.gemm.gemm import gemm
 from fp8debug.kernels.gpu.gemm.sampled import Products, columns_of, products_of
-from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_two_way
+from fp8debug.kernels.gpu.quantize.quantize import quantize
 from fp8debug.kernels.gpu.quantize.tile_plan import fast_plan_of
 from fp8debug.kernels.gpu.quantize.tiling import Job
 from fp8debug.kernels.gpu.quantize.two_way_plan import two_way_plan_of
@@ -113,16 +113,16 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
     report("quantize 1x128 + statistics", microseconds(lambda i: quantize(inputs[i], TILE, statistics=True)), plain, "of plain")
     full = queued(lambda i: quantize_observed(inputs[i % ROTATE], TILE, deferred=True), partial(flush, x.device))
     report("the same as in a watched step, 24 tensors joined at once", full, plain, "of plain")
-    both = microseconds(lambda i: quantize_two_way(inputs[i], TILE, DOWN))
+    alone, together = (two_way_plan_of(x, TILE, DOWN, statistics) for statistics in (False, True))
+    assert alone is not None and together is not None
+    both = microseconds(lambda i: alone(inputs[i]))
     report("quantize 1x128 and 128x1 transposed", both, floor, "of floor")
     report(
         "quantize 1x128 and 128x1 transposed + statistics",
-        microseconds(lambda i: quantize_two_way(inputs[i], TILE, DOWN, statistics=True)),
+        microseconds(lambda i: together(inputs[i])),
         both,
         "of plain",
     )
-    together = two_way_plan_of(x, TILE, DOWN, True)
-    assert together is not None
     full = queued(lambda i: together(inputs[i % ROTATE], True), partial(flush, x.device))
     report("the same as in a watched step, 24 tensors joined at once", full, both, "of plain")
     for cast in (DOWN, BLOCK, Cast(), Cast(granularity="rowwise"), Cast(granularity="1x32", scale_rounding="pow2_ceil")):

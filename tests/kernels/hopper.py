@@ -44,7 +44,7 @@ from fp8debug.kernels.gpu.gemm.gemm import gemm
 from fp8debug.kernels.gpu.gemm.sampled import columns_of, dequantize_lines
 from fp8debug.kernels.gpu.launcher import address
 from fp8debug.kernels.gpu.low_bit.plan import quantize as quantize_low_bit
-from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_two_way
+from fp8debug.kernels.gpu.quantize.quantize import quantize
 from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_hopper
 from fp8debug.kernels.gpu.quantize.two_way_plan import two_way_plan_of
@@ -335,9 +335,6 @@ def rest() -> None:
             casts(odd, Cast(granularity=name, scale_rounding=rounding), statistics=True)
             casts(large, Cast(granularity=name, scale_rounding=rounding), statistics=True)
     casts(large, TILE, statistics=True, histogram=True)
-    for statistics in (False, True):
-        quantize_two_way(large, TILE, Cast(granularity="128x1"), statistics=statistics)
-        quantize_two_way(odd, TILE, BLOCK, statistics=statistics)
     delayed, one = Cast(scaling="delayed"), torch.ones(1)
     for histogram in (False, True):
         observe(large, [TILE], histogram=histogram)

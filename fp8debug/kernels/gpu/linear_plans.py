@@ -15,6 +15,7 @@ from fp8debug.kernels.gpu.gemm.gemm import PreparedGemm, prepared
 from fp8debug.kernels.gpu.launcher import PlanCache, eager
 from fp8debug.kernels.gpu.quantize.fast_plan import FastPlan
 from fp8debug.kernels.gpu.quantize.tile_plan import TilePlan, plan_of
+from fp8debug.kernels.gpu.quantize.tiling import new_outputs
 from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan, two_way_plan_of
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized
@@ -79,7 +80,7 @@ def fprop_plan_of(recipe: str, casts: tuple[Cast, Cast], x: Quantized, weight: T
     key = recipe, dtype, *_layout(x.data), *_layout(weight)
     plan = _FPROP.get(key)
     if plan is None and key not in _FPROP and (quantize := _plan_of(weight, casts[1], "rows")) is not None:
-        product = prepared(Gemm.FPROP, (x, casts[0]), (_made(quantize, weight), casts[1]), dtype)
+        product = prepared(Gemm.FPROP, (x, casts[0]), (_like(weight, casts[1], "rows"), casts[1]), dtype)
         plan = _FPROP.keep(key, None if product is None else FpropPlan(quantize, product))
     return plan if _may_start(weight) else None
 
@@ -121,9 +122,9 @@ def _backward_plan(
     pair = two_way_plan_of(grad_output, g_dgrad, g_wgrad, False)
     if pair is None:
         return None
-    (across, down), _ = pair(grad_output)
-    dgrad = prepared(Gemm.DGRAD, (Quantized(*across), g_dgrad), (_made(quantize, weight), w_dgrad), dtype)
-    wgrad = prepared(Gemm.WGRAD, (Quantized(*down), g_wgrad), (x, x_wgrad), weight.dtype)
+    across, down = _like(grad_output, g_dgrad, "rows"), _like(grad_output, g_wgrad, "columns")
+    dgrad = prepared(Gemm.DGRAD, (across, g_dgrad), (_like(weight, w_dgrad, "columns"), w_dgrad), dtype)
+    wgrad = prepared(Gemm.WGRAD, (down, g_wgrad), (x, x_wgrad), weight.dtype)
     return None if dgrad is None or wgrad is None else BackwardPlan(pair, quantize, (dgrad, wgrad))
 
 
@@ -139,6 +140,11 @@ def _plan_of(weight: Tensor, cast: Cast, out: str) -> TilePlan | FastPlan | None
 def _may_start(weight: Tensor) -> bool:
     """Return whether kernels may be started at once, on the current GPU."""
     return torch._C._cuda_getDevice() == weight.device.index and eager(weight)
+
+
+def _like(x: Tensor, cast: Cast, out: str) -> Quantized:
+    """Return memory in the layout of what a plan quantizes; no kernel starts, which a CUDA graph would repeat."""
+    return Quantized(*new_outputs(x, cast, out))
 
 
 def _made(plan: TilePlan | FastPlan, x: Tensor) -> Quantized:

@@ -156,10 +156,16 @@ def test_plan_is_of_tensors_that_were_multiplied_before(monkeypatch: pytest.Monk
         return linear_plans.fprop_plan_of("recipe of this test", (of_input, of_weight), q, weight, torch.float32)
 
     assert found(weight) is None
-    known[weight.stride()] = lambda w: (reference.quantize(w, of_weight), None)
+    quantized: list[Tensor] = []
+
+    def quantize(w: Tensor) -> tuple[Quantized, None]:
+        quantized.append(w)
+        return reference.quantize(w, of_weight), None
+
+    known[weight.stride()] = quantize
     gemms.prepare(Gemm.FPROP, (q, of_input), (reference.quantize(weight, of_weight), of_weight), torch.float32, "cublas")
     plan = found(weight)
-    assert plan is not None and found(weight) is plan
+    assert plan is not None and found(weight) is plan and not quantized, "no kernel starts, which a CUDA graph would repeat"
     assert torch.equal(plan(q, weight), torch.ones(32, 16)) and len(products) == 1
     assert found(torch.randn(16, 96, dtype=torch.bfloat16)[:, :48]) is None
     monkeypatch.setattr(linear_plans, "_may_start", lambda _: False)

@@ -17,7 +17,6 @@ from fp8debug.kernels.gpu.quantize.tile_plan import run
 from fp8debug.kernels.gpu.quantize.tiling import (
     ACROSS,
     DOWN,
-    OPERAND,
     Job,
     Statistics,
     contiguous_copies,
@@ -25,10 +24,7 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     empty_statistics,
     new_outputs,
     scale_memory,
-    separate,
 )
-from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan, two_way_plan_of
-from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -42,47 +38,21 @@ def supports(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
     return x.dtype in DTYPES and not (given and cast.granularity in ("rowwise", "columnwise"))
 
 
-def _quantize_now(
-    x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
-) -> list[Tensor]:
-    casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
-    jobs = [Job(cast, out, statistics, scale_inv) for cast, out in casts]
-    if len(jobs) == 2 and scale_inv is None and not histogram:
-        plan = two_way_plan_of(x, jobs[0].cast, jobs[1].cast, statistics)
-        if plan is not None:
-            return _quantize_two_way(x, plan, statistics)
-    if len(jobs) == 1 or not separate(jobs):
-        outputs, found = run(x, jobs, histogram)
-        return [tensor for pair in outputs for tensor in pair] + list(found or ())
-    parts = [run(x, [job], histogram and i == 0) for i, job in enumerate(jobs)]
-    tensors = [tensor for made, _ in parts for pair in made for tensor in pair]
-    if not statistics:
-        return tensors
-    first, second = (found or empty_statistics(x, 1, False) for _, found in parts)
-    return [*tensors, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
-
-
-def _quantize_two_way(x: Tensor, plan: TwoWayPlan, statistics: bool) -> list[Tensor]:
-    words = x.new_empty(2 * statistics, ROW_WORDS, dtype=torch.int64)
-    rows = SlotRow(words, 0, words.data_ptr()), SlotRow(words, 1, words.data_ptr() + 8 * ROW_WORDS)
-    made, _ = plan(x, into=rows)
-    tensors = [tensor for pair in made for tensor in pair]
-    return tensors + [group.of(words) for group in OPERAND.groups] + [words[:0, 0]] if statistics else tensors
+def _quantize_now(x: Tensor, cast: str, layout: str, scale_inv: Tensor | None, statistics: bool, histogram: bool) -> list[Tensor]:
+    made, found = run(x, [Job(parse(cast), layout, statistics, scale_inv)], histogram)
+    return [*made[0], *(found or ())]
 
 
 @torch.library.custom_op("fp8debug::quantize", mutates_args=())
-def _quantize(
-    x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
-) -> list[Tensor]:
-    found = _quantize_now(x, row_cast, column_cast, scale_inv, statistics, histogram)
+def _quantize(x: Tensor, cast: str, layout: str, scale_inv: Tensor | None, statistics: bool, histogram: bool) -> list[Tensor]:
+    found = _quantize_now(x, cast, layout, scale_inv, statistics, histogram)
     return [*found[:-5], *contiguous_copies(found[-5:])] if statistics else found
 
 
 @_quantize.register_fake
-def _(x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool) -> list[Tensor]:
-    casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
-    outputs = [tensor for cast, out in casts for tensor in new_outputs(x, cast, out)]
-    return outputs + (list(empty_statistics(x, len(casts), histogram)) if statistics else [])
+def _(x: Tensor, cast: str, layout: str, scale_inv: Tensor | None, statistics: bool, histogram: bool) -> list[Tensor]:
+    outputs = list(new_outputs(x, parse(cast), layout))
+    return outputs + (list(empty_statistics(x, 1, histogram)) if statistics else [])
 
 
 def quantize(
@@ -111,41 +81,9 @@ def quantize(
     if layout == "columns" and not _can_turn(x, cast):
         q, slots = quantize(x, cast, scale_inv, statistics=statistics, histogram=histogram)
         return Quantized(_turned(q.data), q.scale_inv), slots
-    names = (str(cast), "") if layout == "rows" else ("", str(cast))
     run_it = _quantize_now if eager(x) else _quantize
-    data, inverse, *found = run_it(x, *names, scale_inv, statistics, histogram)
+    data, inverse, *found = run_it(x, str(cast), layout, scale_inv, statistics, histogram)
     return Quantized(data, inverse), Statistics(*found) if statistics else None
-
-
-def quantize_two_way(
-    x: Tensor, row_cast: Cast, column_cast: Cast, *, statistics: bool = False, histogram: bool = False
-) -> tuple[Quantized, Quantized, Statistics | None]:
-    """Quantize a tensor for two GEMMs: along its rows, and along its columns stored transposed.
-
-    From one read where it is BF16 in whole tiles of 128 x 128, the casts are 1x128 and 128x1 of one format and rounding under
-    current scaling, and the GPU is a Hopper or later (``two_way_plan_of``); from two otherwise, but for blocks that share a tile.
-
-    Args:
-        x: bf16, fp16 or fp32 of any shape.
-        row_cast: for the GEMM that contracts x's columns, such as 1x128.
-        column_cast: for the GEMM that contracts x's rows, such as 128x1.
-        statistics: fill the slots of both casts (rows 0 and 1).
-        histogram: the exponent histogram too.
-
-    Returns:
-        row-wise data, column-wise data of the same shape but stored transposed, and the statistics or None.
-    """
-    if not _can_turn(x, column_cast):
-        q, slots = quantize(x, row_cast, statistics=statistics, histogram=histogram)
-        t, more = quantize(x, column_cast, layout="columns", statistics=statistics)
-        if slots is None or more is None:
-            return q, t, None
-        counts, sums, maxima, minima = (torch.cat(pair) for pair in zip(slots[:4], more[:4], strict=True))
-        return q, t, Statistics(counts, sums, maxima, minima, slots.log2_hist)
-    run_it = _quantize_now if eager(x) else _quantize
-    found = run_it(x, str(row_cast), str(column_cast), None, statistics, histogram)
-    both = Quantized(found[0], found[1]), Quantized(found[2], found[3])
-    return (*both, Statistics(*found[4:]) if statistics else None)
 
 
 def _can_turn(x: Tensor, cast: Cast) -> bool:

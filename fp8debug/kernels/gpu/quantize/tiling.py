@@ -129,11 +129,6 @@ def tile_of(jobs: list[Job]) -> Tile:
     return ACROSS
 
 
-def separate(jobs: list[Job]) -> bool:
-    """Return whether rows and columns are faster in two launches of the tile kernel than in one (docs/lab/log.md, 2026-11-21)."""
-    return jobs[1].cast.granularity in DOWN
-
-
 def together(first: str, second: str) -> bool:
     """Return whether casts of these granularities can share one tile, and so one launch."""
     small = {"1x32", "32x1"}

@@ -103,9 +103,7 @@ class TwoWayPlan:
         #: How the same is done and every value counted; None where it is not.
         self.counting = TwoWayPlan(x, jobs, programs, True) if statistics and not counting else None
 
-    def __call__(
-        self, x: Tensor, deferred: bool = False, table: int = 0, into: tuple[SlotRow, SlotRow] | None = None
-    ) -> tuple[Pair, tuple[SlotRow, SlotRow] | None]:
+    def __call__(self, x: Tensor, deferred: bool = False, table: int = 0) -> tuple[Pair, tuple[SlotRow, SlotRow] | None]:
         """Quantize a tensor.
 
         Args:
@@ -113,7 +111,6 @@ class TwoWayPlan:
             deferred: its rows are filled by a flush of the pool.
             table: where the values are counted, of a plan that counts: the address of int32 ``[65536]``
             (``value_counts_kernel``).
-            into: the rows that are filled at once; new ones otherwise.
 
         Returns:
             (data, scale_inv) of both casts, and with statistics their rows of ``slot_rows`` as ``OPERAND`` says.
@@ -130,7 +127,7 @@ class TwoWayPlan:
             parts, rows = memory.defer(OPERANDS, self._size, self._item, 2)
         else:
             parts, _ = memory.space(2 * self._size)
-            rows = list(into or (memory.allocate(), memory.allocate()))
+            rows = [memory.allocate(), memory.allocate()]
             addresses, done = (rows[0].address, rows[1].address), tickets(x.device)
         self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, done, table)
         return pair, (rows[0], rows[1])

@@ -14,9 +14,7 @@ import triton
 
 from fp8debug.kernels.gpu import launcher
 from fp8debug.kernels.gpu.quantize import fast_plan, two_way_plan
-from fp8debug.kernels.gpu.quantize import quantize as quantize_module
-from fp8debug.kernels.gpu.quantize.quantize import quantize_two_way
-from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Statistics
+from fp8debug.kernels.gpu.quantize.tiling import OPERAND
 from fp8debug.kernels.gpu.quantize.two_way_kernel import put_at, take_at
 from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan, two_way_plan_of
 from fp8debug.kernels.gpu.scratch import flush
@@ -42,19 +40,17 @@ def slots_of(row: SlotRow) -> dict[str, torch.Tensor]:
 
 def check(x: torch.Tensor, across: Cast = ACROSS, down: Cast = DOWN) -> None:
     """Without statistics, with them at once, and with them later."""
-    plan_for(x, across, down)
-    plain = quantize_two_way(x, across, down)
+    plain, no_rows = plan_for(x, across, down, statistics=False)(x)
     later, rows = plan_for(x, across, down)(x, True)
-    *now, found = quantize_two_way(x, across, down, statistics=True)
+    now, found = plan_for(x, across, down)(x)
     flush(x.device)
-    assert isinstance(found, Statistics) and rows is not None and plain[2] is None
+    assert found is not None and rows is not None and no_rows is None
     for i, cast in enumerate((across, down)):
         expected = quantized(x, cast)
-        for made in (plain[:2][i], now[i], Quantized(*later[i])):
-            assert isinstance(made, Quantized)
+        for made in (Quantized(*pair[i]) for pair in (plain, now, later)):
             assert_same_codes(made, expected, x)
             assert made.data.stride(i) == made.data.shape[1 - i] and made.data.stride(1 - i) == 1
-        for slots in (found.slots(i), slots_of(rows[i])):
+        for slots in (slots_of(found[i]), slots_of(rows[i])):
             assert_same_slots(slots, x, cast, expected)
 
 
@@ -108,9 +104,10 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
 
     def look() -> list[torch.Tensor]:
-        q, t, found = quantize_two_way(x, ACROSS, DOWN, statistics=True)
-        assert found is not None
-        return [*(part.view(torch.uint8) for part in (q.data, t.data)), q.scale_inv, t.scale_inv, *found]
+        made, rows = plan_for(x)(x)
+        assert rows is not None
+        slots = [value for row in rows for value in slots_of(row).values()]
+        return [part.view(torch.uint8) for pair in made for part in pair] + slots
 
     first = look()
     check(x)
@@ -128,11 +125,11 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
 def test_it_waits_for_nothing() -> None:
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
     plan_for(x)(x, True)
-    quantize_two_way(x, ACROSS, DOWN, statistics=True)
+    plan_for(x)(x)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        quantize_two_way(x, ACROSS, DOWN)
-        quantize_two_way(x, ACROSS, DOWN, statistics=True)
+        plan_for(x, statistics=False)(x)
+        plan_for(x)(x)
         plan_for(x)(x, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -140,9 +137,8 @@ def test_it_waits_for_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_casts_and_tensors_have_no_plan() -> None:
     x = sample("plain", SHAPE)
-    monkeypatch.setattr(quantize_module, "_quantize_two_way", lambda *_: pytest.fail("it was taken"))
     others = [
         (ACROSS, Cast(granularity="128x128")),
         (Cast(granularity="1x32"), DOWN),
@@ -154,9 +150,6 @@ def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) ->
         assert two_way_plan_of(x, across, down, True) is None
     for one in (x[:200], x[:, :200], x.half(), x.t().contiguous().t()):
         assert two_way_plan_of(one, ACROSS, DOWN, True) is None
-    q, t, _ = quantize_two_way(x[:200], ACROSS, DOWN)
-    assert_same_codes(q, quantized(x[:200], ACROSS), x[:200])
-    assert_same_codes(t, quantized(x[:200], DOWN), x[:200])
 
 
 def test_the_largest_tensor_has_no_more_tiles_a_program_than_its_counters_hold(monkeypatch: pytest.MonkeyPatch) -> None:
