@@ -6,6 +6,7 @@ row names. Data are random: products run faster on zeros.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -381,7 +382,14 @@ def _count(value_counts: ValueCounts, words: list[torch.Tensor], i: int) -> None
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["casts", "low_bit", "gemm", "samples"]
+    groups = ["casts", "low_bit", "gemm", "samples"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(groups)}; all by default")
+    chosen = parser.parse_args().groups or groups
+    if unknown := sorted({*chosen} - {*groups}):
+        sys.exit(f"there is no group {', '.join(unknown)}: it is one of {', '.join(groups)}")
+    if not torch.cuda.is_available():
+        sys.exit("this needs a GPU")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "casts" in chosen:
         casts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,19 @@ def write_ranks(path: Path, num_steps: int = 120) -> Path:
 #: Columns that version 1 of the schema did not have.
 NEWER = (
     *("shard", "num_choice_rows", "num_top1_flips", "num_top2_flips", "num_grad_sums", "grad_first_nmse", "num_grad"),
-    *("num_grad_bf16", "grad_sum_x2", "grad_sum_xy", "grad_sum_err2", "num_reread", "reread_sum_x2", "reread_sum_err2"),
-    *("num_reread_blocks", "reread_scale_inv_sum_log2", "num_rows", "num_bad_rows", "num_good_rows", "num_nonfinite_rows"),
-    *("worst_row_nmse", "inference_kl", "inference_nmse", "inference_flip_rate"),
+    *("num_grad_bf16", "grad_sum_x2", "grad_sum_xy", "grad_sum_err2", "num_noise", "noise_sum", "noise_sum2", "noise_variance"),
+    *("noise_repeat", "noise_repeat_variance", "num_reread", "reread_sum_x2", "reread_sum_err2", "num_reread_blocks"),
+    *("reread_scale_inv_sum_log2", "num_rows", "num_bad_rows", "num_good_rows", "num_nonfinite_rows", "worst_row_nmse"),
+    *("num_scales", "scale_inv_sum2_log2", "inference_kl", "inference_nmse", "inference_flip_rate", "nonfinite_module"),
+    *("nonfinite_origin", "nonfinite_gemm", "code"),
 )
 
 
 def write_old(path: Path) -> Path:
-    """Write a healthy run as version 1 of the schema would have it: fewer columns, and a manifest that says so."""
+    """Write a healthy run as version 1 of the schema would have it: fewer columns and tables, and a manifest that says so."""
     write_healthy(path, num_steps=40)
+    for updates in path.glob("rank=*/updates"):
+        shutil.rmtree(updates)
     for part in path.glob("rank=*/*/part-*.parquet"):
         table = pq.read_table(part)
         pq.write_table(table.select([name for name in table.column_names if name not in NEWER]), part)
