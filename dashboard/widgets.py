@@ -19,7 +19,8 @@ from .web.mantine import COMBO_BOX, dmc
 Child = Component | str | None
 _DECORATION: dict[str, Any] = {"aria-hidden": "true"}
 
-#: Of a grid, in pixels: a row, its head, its body without rows (style.css), what several pages add.
+#: Of a grid, in pixels of a window that is not scaled: a row, its head, its body without rows (style.css has them, in rem), what
+#: several pages add.
 ROW_HEIGHT, HEADER_HEIGHT, MIN_BODY_HEIGHT, PAGES_HEIGHT = 28, 30, 30, 42
 #: Rows of one page of a grid.
 PAGE_ROWS = 20
@@ -61,7 +62,7 @@ def card(title: str, *children: Child, note: Child = None, id: str | None = None
 
 def graph(id: str, figure: Figure) -> Component:
     """Return a plot, with a button that saves it; it keeps its zoom when its data change."""
-    place = {"--height": f"{figure.layout['height']}px"}
+    place = {"--height": rem(figure.layout["height"])}
     plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot")
     saves = [_save(kind.upper(), f"save the plot {id} as {kind.upper()}", {f"data-{kind}": id}) for kind in ("svg", "png")]
     inside = [plot, html.Div(saves, className="saves")]
@@ -71,6 +72,11 @@ def graph(id: str, figure: Figure) -> Component:
 def _save(text: str, label: str, what: dict[str, str]) -> Component:
     attributes: dict[str, Any] = {**what, "aria-label": label}
     return html.Button(text, className="save", title=label, **attributes)
+
+
+def rem(pixels: int) -> str:
+    """Return a length in CSS that grows with the root's font size, of which a window that is not scaled has 16 px."""
+    return f"{pixels / 16:g}rem"
 
 
 def poster(text: Child, *more: Child) -> Component:
@@ -153,8 +159,6 @@ def grid(
         defaultColDef={"sortable": True, "resizable": True, "filter": True, "minWidth": 64},
         dashGridOptions={
             "domLayout": "autoHeight",
-            "rowHeight": ROW_HEIGHT,
-            "headerHeight": HEADER_HEIGHT,
             "localeText": {"noRowsToShow": none},
             "quickFilterText": search,
             "animateRows": False,
@@ -173,7 +177,7 @@ def grid(
         dangerously_allow_code=False,
     )
     save = [_save("CSV", f"save the table {id} as CSV", {"data-csv-grid": id})] if csv else []
-    return html.Div([component, *save], className="saved saved-grid", style={"--height": f"{height_of(len(rows))}px"})
+    return html.Div([component, *save], className="saved saved-grid", style={"--height": rem(height_of(len(rows)))})
 
 
 def column_definitions(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -140,7 +140,9 @@
     else lines.push(one);
     return lines;
   }, []);
-  const roomOf = (plot) => { const box = plot.closest(".saved-plot"); return box ? box.clientWidth : NARROW_PX; };
+  // Pixels of a plot or a grid are those of a window that is not scaled; style.css has the root's font grow with a wider one.
+  const scale = () => parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
+  const roomOf = (plot) => { const box = plot.closest(".saved-plot"); return box ? box.clientWidth / scale() : NARROW_PX; };
   const MARGIN = { l: 56, r: 12, t: 8, b: 34 };  // of figures/plot.py
   const stacked = (layout) => {
     const cells = axesOf(layout).map((axis) => axis.slice("xaxis".length)).sort((a, b) => a - b)
@@ -197,6 +199,25 @@
   };
   const isNarrow = (plot) => roomOf(plot) < NARROW_PX;
 
+  // A figure with all that it has in pixels multiplied: fonts, margins, lines, markers, distances. Its data stay as they are.
+  const IN_PX = new Set(["size", "standoff", "ticklen", "ticklabelstandoff", "xshift", "yshift", "xpad", "ypad", "thickness",
+    "height", "maxheight", "itemwidth", "l", "r", "t", "b"]);
+  const DATA = new Set(["x", "y", "z", "text", "customdata", "meta", "words", "domain", "range", "colorscale", "modebar"]);
+  const times = (part, by, name) => {
+    if (Array.isArray(part)) return part.map((one) => times(one, by));
+    if (!part || typeof part !== "object" || ArrayBuffer.isView(part)) return part;
+    return Object.fromEntries(Object.entries(part).map(([key, value]) => {
+      const isInPx = IN_PX.has(key) || (key === "width" && name === "line");  // that of a bar is in what x is
+      if (typeof value === "number") return [key, isInPx ? value * by : value];
+      return [key, DATA.has(key) ? value : times(value, by, key)];
+    }));
+  };
+  const magnified = ({ data, layout }, by) => {
+    if (by === 1 || !layout.height) return { data, layout };
+    const next = times({ ...layout, margin: { ...MARGIN, ...layout.margin }, legend: { itemwidth: 30, ...layout.legend } }, by);
+    return { data: times(data, by), layout: { ...next, meta: { ...layout.meta, isFitted: true } } };
+  };
+
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
   const drawSeenFirst = (library) => {
     // dcc.Graph writes a zoom into its figure, where it counts as asked for by the server: plotly would take it back with the next
@@ -227,8 +248,8 @@
     const seen = (plot, asked) => {
       const isAgain = plot.given && (metaOf(asked).isFitted || asked.data === plot.given.figure.data);
       const figure = isAgain ? plot.given.figure : asked;
-      const { data, layout } = fitted(plot, figure.data.map(withTexts), figure.layout);
-      plot.given = { figure, isNarrow: isNarrow(plot) };
+      const { data, layout } = magnified(fitted(plot, figure.data.map(withTexts), figure.layout), scale());
+      plot.given = { figure, isNarrow: isNarrow(plot), scale: scale() };
       return { ...figure, data, layout: withCursor(withZoom(zoomed(plot, layout))) };
     };
     const draw = (plot, figure) => react(plot, seen(plot, figure)).then((drawn) => {
@@ -243,8 +264,8 @@
     });
     // plotly keeps ticks and titles of what turns or moves: all is taken away before.
     const redraw = async (plot) => {
-      const { figure, isNarrow: wasNarrow } = plot.given;
-      const turns = isNarrow(plot) !== wasNarrow;
+      const { figure, isNarrow: wasNarrow, scale: before } = plot.given;
+      const turns = isNarrow(plot) !== wasNarrow || scale() !== before;
       if (turns) await react(plot, { ...figure, data: [], layout: { height: plot.clientHeight } });
       if (turns || wasNarrow) await draw(plot, figure);
       const { legend } = plot.layout;  // it stays where it was until its place is set by itself
@@ -312,9 +333,18 @@
     table = window.dash_ag_grid.AgGrid;
     window.dash_ag_grid = { ...window.dash_ag_grid, AgGrid };
   };
+  // The least and largest widths of columns are for words of the size of a window that is not scaled.
+  const inColumns = (columns, by) => (by === 1 ? columns : columns.map(({ minWidth, maxWidth, ...column }) =>
+    ({ ...column, minWidth: minWidth * by, ...(maxWidth ? { maxWidth: maxWidth * by } : {}) })));
   function AgGrid(props) {
     const [drawn, draw] = window.React.useState(() => table), [isMissing, miss] = window.React.useState(false);
+    const [by, magnify] = window.React.useState(scale);
     const isEmpty = !(props.rowData || []).length;
+    window.React.useEffect(() => {
+      const look = () => magnify(scale());
+      window.addEventListener("resize", look);
+      return () => window.removeEventListener("resize", look);
+    }, []);
     window.React.useEffect(() => {
       let isHere = true;
       const load = () => {
@@ -324,7 +354,8 @@
       const waiting = isEmpty && !tableLibrary ? setTimeout(load, EMPTY_TABLE_MS) : load();
       return () => { isHere = false; clearTimeout(waiting); };
     }, [isEmpty]);
-    if (drawn) return window.React.createElement(drawn, props);
+    const columnDefs = window.React.useMemo(() => inColumns(props.columnDefs, by), [props.columnDefs, by]);
+    if (drawn) return window.React.createElement(drawn, { ...props, columnDefs });
     const words = isEmpty ? props.dashGridOptions.localeText.noRowsToShow : null;
     if (!isMissing) return window.React.createElement("div", { className: "grid-to-come" }, words);
     return window.React.createElement("div", { className: "problems", role: "alert" }, "The tables did not load: reload the page.");
@@ -563,8 +594,7 @@
   };
   grid.Line = function ({ data: { line, lineWords } }) {
     if (!line || !line.startsWith("data:image/svg+xml,")) return "\u2013";
-    return window.React.createElement("img", { src: line, alt: lineWords, title: lineWords, className: "sparkline",
-      width: 110, height: 22 });
+    return window.React.createElement("img", { src: line, alt: lineWords, title: lineWords, className: "sparkline" });
   };
   grid.Severity = function (props) {
     const icon = window.React.createElement("span", { className: "icon", "aria-hidden": true }, props.data.icon);
@@ -664,17 +694,17 @@
     }
     return words.filter(Boolean);
   };
-  const HEAD = 14, HEAD_LINE = 16;
+  const HEAD_PX = 14, HEAD_LINE_PX = 16, HEAD_FONT_PX = 13, HEAD_PAD_PX = [12, 8];
   const savePicture = (id, format) => {
     const plot = document.querySelector(`[id="${id}"] .js-plotly-plot`), words = aboutOf(plot);
     const style = getComputedStyle(document.body), { margin, font } = plot._fullLayout;
-    const lines = inLines(words.join(" · "), plot.clientWidth - 24, 13), head = HEAD + lines.length * HEAD_LINE;
+    const by = scale(), [left, top] = HEAD_PAD_PX.map((pad) => pad * by), size = HEAD_FONT_PX * by;
+    const lines = inLines(words.join(" · "), plot.clientWidth - 2 * left, size), head = (HEAD_PX + lines.length * HEAD_LINE_PX) * by;
     const text = lines.map((one) => one.replace(/&/g, "&amp;").replace(/</g, "&lt;")).join("<br>");
     const layout = { ...plot.layout, paper_bgcolor: style.backgroundColor, font: { ...font, color: style.color, family: FACE },
       margin: { ...margin, t: margin.t + head }, height: plot.clientHeight + head,
-      title: { text, x: 0, xref: "container", xanchor: "left", pad: { l: 12 }, y: 1, yref: "container", yanchor: "top",
-        font: { size: 13, family: FACE, color: style.color } } };
-    layout.title.pad.t = 8;
+      title: { text, x: 0, xref: "container", xanchor: "left", pad: { l: left, t: top }, y: 1, yref: "container", yanchor: "top",
+        font: { size, family: FACE, color: style.color } } };
     layout.annotations = (layout.annotations || []).map((note) => ({ ...note, bgcolor: style.backgroundColor }));
     window.Plotly.downloadImage({ data: plot.data, layout },
       { format, scale: format === "png" ? 2 : 1, filename: fileName(...words), width: plot.clientWidth, height: layout.height });

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fp8debug import Run
 from fp8debug.errors import Fp8DebugError, RunError
 from fp8debug.parity import compare_paths
 from fp8debug.store.file_checks import read_json
@@ -52,12 +53,13 @@ def read_report(run: Path) -> dict[str, Any]:
 
 
 def compare_with(train: Path, rollout: Path) -> dict[str, Any]:
-    """Return the same of two recorded runs.
+    """Return the same of two recorded runs, of which ``steps`` are compared: the first sampled one of each.
 
     Raises:
         RunError: they cannot be compared.
     """
-    return compare_paths(train, rollout).to_dict()
+    found = compare_paths(train, rollout).to_dict()
+    return {**found, "steps": [Run(path).sampled_steps[0] for path in (train, rollout)]}
 
 
 def _number(value: Any) -> float | None:

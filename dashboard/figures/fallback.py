@@ -13,6 +13,9 @@ from .base import empty, line
 from .plot import LEGEND, Figure
 from .theme import LINES, ORANGE
 
+#: Of the curve, in pixels: the file beside it is as high.
+HEIGHT = 340
+
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPoint:
@@ -72,7 +75,7 @@ def pareto(choices: Sequence[BudgetPoint], chosen: BudgetPoint | None) -> Figure
     # Words above the curve have two lines where the plot is narrow.
     top = 108 if chosen is None or chosen.recovered is not None else 132
     figure.axis("y", title="damage recovered, %", standoff=4, range=[-14, top], tickvals=list(range(0, 101, 20)))
-    return figure.set(270)
+    return figure.set(HEIGHT)
 
 
 def trials(document: Mapping[str, Any]) -> Figure:

@@ -15,6 +15,9 @@ from .base import COLOR_BAR, STATE_COLORS, empty, line, plain, severity_ticks
 from .plot import LEGEND, Figure, Part
 from .theme import GREY, LINES, ORANGE, SEVERITY_RANGE, SEVERITY_SCALE, VERMILLION
 
+#: Tiles of a dumped operand along one side up to which each has a tick of its own.
+MAX_TILE_TICKS = 12
+
 
 def exponents(found: History | None, step: int | None = None, lost: int = 0) -> Figure:
     """Return the share of each exponent by step, with the ends of what the cast can represent.
@@ -125,6 +128,8 @@ def blocks(found: BlockMap | None) -> Figure:
         }
     )
     rows, columns = (f"{n} x " if n > 1 else "" for n in found.stride)
-    figure.axis("x", title=plain(f"tile of {columns}{found.tile[1]} columns"), showgrid=False)
-    figure.axis("y", title=plain(f"tile of {rows}{found.tile[0]} rows"), standoff=4, showgrid=False, autorange="reversed")
+    every_row, every_column = (max(1, -(-n // MAX_TILE_TICKS)) for n in found.sqnr_db.shape)  # of whole tiles
+    figure.axis("x", title=plain(f"tile of {columns}{found.tile[1]} columns"), showgrid=False, dtick=every_column)
+    look = {"standoff": 4, "showgrid": False, "autorange": "reversed", "dtick": every_row}
+    figure.axis("y", title=plain(f"tile of {rows}{found.tile[0]} rows"), **look)
     return figure.set(320, margin={"r": 84})

@@ -55,5 +55,8 @@ def paths(modules: Sequence[Mapping[str, Any]], culprits: Sequence[str]) -> Figu
         if any(one["module"] == name or str(one["module"]).startswith(f"{name}.") for name in culprits):
             figure.rule(GREY, x=place, dash="dash")
     figure.axis("x", title="module, in execution order")
-    figure.axis("y", title="relative difference, squared", type="log", standoff=4)
+    shown = np.concatenate([trace["y"] for trace in figure.data])
+    low, high = (float(np.log10(value)) for value in (np.nanmin(shown), np.nanmax(shown)))
+    every = max(1, round((high - low) / 6))  # powers of ten alone: digits between them lie over each other
+    figure.axis("y", title="relative difference, squared", type="log", standoff=4, dtick=every)
     return figure.set(HEIGHT, showlegend=True, legend=LEGEND, margin={"t": 26})

@@ -16,7 +16,7 @@ from fp8debug.store.speed_file import cost_basis
 
 from ..data.trial_files import read_trial
 from ..figures.base import empty
-from ..figures.fallback import BudgetPoint, pareto, trials
+from ..figures.fallback import HEIGHT, BudgetPoint, pareto, trials
 from ..figures.theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain_number
 from ..web.run_view import SMALL_BYTES, RunView
 from ..web.urls import View, href
@@ -109,6 +109,23 @@ def damage(fallbacks: list[Fallback]) -> float | None:
     return sum(known) if known or not fallbacks else None
 
 
+def lost_damage(run_view: RunView) -> tuple[int, int] | None:
+    """Return at how many sampled steps the damage of an output is not known, as that holds NaN or Inf, and the first; or None."""
+
+    def ask() -> tuple[int, int] | None:
+        if not run_view.run.has("damage"):
+            return None
+        query = (
+            "SELECT count(DISTINCT step) AS num, min(step) AS first FROM sites WHERE actual AND gemm = 'fprop'"
+            " AND reference = 'shadow' AND (num_nan + num_inf > 0 OR NOT isfinite(damage))"
+        )
+        (found,) = run_view.run.sql(query).to_pylist()
+        return (found["num"], found["first"]) if found["num"] else None
+
+    lost: tuple[int, int] | None = run_view.cache("lost damage", ask)
+    return lost
+
+
 def is_pending(view: View, run_view: RunView) -> bool:
     """Return whether triage or the curve is still to be computed."""
     return not run_view.is_triaged or not run_view.has_list(CURVE[-1] / 100, fill=True)
@@ -116,6 +133,7 @@ def is_pending(view: View, run_view: RunView) -> bool:
 
 def settle(view: View, run_view: RunView) -> object:
     """Judge the run and fill every budget of the curve."""
+    lost_damage(run_view)
     return [run_view.fallbacks(budget / 100, fill=True) for budget in CURVE]
 
 
@@ -148,7 +166,7 @@ def layout(view: View, run_view: RunView) -> Component:
                     ),
                     card("What a budget buys", graph("pareto", curve), note="every budget filled by damage per speed"),
                 ],
-                className="columns",
+                className="columns columns-file",
             ),
             card("Verification", html.Div(proof, id="fallback-proof"), note="trainings with and without the candidates"),
         ],
@@ -161,7 +179,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     budget, judged, proof = budget_of(view), run_view.judged(), _proof(view, run_view)
     if judged.is_pending or (run_view.size >= SMALL_BYTES and is_pending(view, run_view)):
         waiting = poster("Triage is running; candidates follow from its findings.")
-        return [], "", waiting, None, empty("not known yet", 200), proof
+        return [], "", waiting, None, empty("not known yet", HEIGHT), proof
     if judged.failure:
         failed = note(f"Triage could not run, so nothing is recommended: {judged.failure}", kind="warning")
         return [], "", failed, None, empty("nothing to choose from", 200), proof
@@ -171,6 +189,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         basis = cost_basis(run_view.run) or "Costs are shares of the FLOPs; fp8debug speed RUN measures them."
         total = damage(run_view.fallbacks(1.0, fill=True)) or 1.0
         curve = pareto([_choice(run_view, share, total) for share in CURVE], _chosen(fallbacks, budget, total))
+        lost = lost_damage(run_view)
         curve.about(run_view.name, "damage recovered over speed-up given back", _steps(run_view))
     except Fp8DebugError as error:
         return [], "", note(str(error), kind="error"), None, empty("nothing to choose from", 200), proof
@@ -183,6 +202,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         from fp8debug.fallback.policy import without_candidates  # not before the first paint
 
         words = f"No candidate: {without_candidates(judged.findings)}."
+    if lost is not None:
+        many = f"{lost[0]:,} sampled step{'s' if lost[0] > 1 else ''}, the first {lost[1]:,}"
+        words += f" The curve lacks the damage of outputs with NaN or Inf, which is not known: at {many}."
     exporter = EXPORTERS.get(_format(view))
     limits = [note(f"{exporter.name} {line}", kind="warning") for line in exporter.notes(run_view.run, fallbacks)]
     return (

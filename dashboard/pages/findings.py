@@ -123,9 +123,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     rows = grouped(findings, view.run) if view.get("group") == "culprit" else [row(f, view.run) for f in findings]
     finding = chosen(view, judged)
     if finding is None:
-        words = "No rule found a fault, so there is no evidence to show."
         waiting = "Triage is running; evidence appears with the first finding."
-        return _about(judged), rows, None, empty(waiting if judged.is_pending else words, 160), _silent(judged)
+        head = None if judged.is_pending else html.P(_no_evidence(judged), className="no-evidence")
+        return _about(judged), rows, head, empty(waiting, 160), _silent(judged)
     site = " ".join(part for part in (finding.module, finding.gemm, finding.tensor) if part)
     return (
         _about(judged),
@@ -141,14 +141,22 @@ def _about(judged: Judgement) -> Component:
         return note(f"Triage could not run: {judged.failure}", kind="warning")
     if judged.is_pending:
         return poster("Triage is running.")
-    silent = len(judged.findings.skipped)
     from fp8debug.rules.reading.lost import Lost
 
     lost = "".join(f" {Lost(**entry)}." for entry in judged.findings.lost)
     if lost:
         return note(f"Not all was recorded:{lost}", kind="warning")
-    more = f" {silent} of {len(RULES)} rules skipped: data not recorded, or no second rank." if silent else ""
-    return note(f"Most likely cause first: errors before warnings, then by first step.{more}")
+    ran = f"{overview.rules_in_words(judged)}{overview.skipped_in_words(judged)}"
+    if not judged.findings:
+        return note(f"{ran}; none found a fault.")
+    return note(f"Most likely cause first: errors before warnings, then by first step. {ran}.")
+
+
+def _no_evidence(judged: Judgement) -> str:
+    """Return why there is no evidence."""
+    if judged.failure:
+        return "Triage could not run, so there is no evidence to show."
+    return f"{overview.rules_in_words(judged)} and found no fault, so there is no evidence to show."
 
 
 def _head(view: View, finding: Finding) -> list[Component]:
@@ -157,7 +165,8 @@ def _head(view: View, finding: Finding) -> list[Component]:
     where = dcc.Link(name, href=overview.module_href(finding, view.run)) if finding.module else name
     limit = f", limit {number(finding.threshold)}" if finding.threshold is not None else ""
     unit = "" if finding.unit == "1" else f" {finding.unit}"
-    first = [badge(grade, f"{finding.code} {finding.name}"), where]
+    site = " ".join(part for part in (finding.gemm, finding.tensor) if part)
+    first = [badge(grade, f"{finding.code} {finding.name}"), where, *([site] if site else [])]
     if finding.value is not None:
         first.append(f"value {number(finding.value)}{unit}{limit}")
     lines = [html.Div(first, className="chosen"), html.P(finding.message), html.P([html.B("Cure: "), finding.cure])]
@@ -209,7 +218,9 @@ def reflowed(text: str) -> list[Component]:
 
 def _silent(judged: Judgement) -> list[Component]:
     lines = [html.Li([code(rule), f" {reason}"]) for rule, reason in judged.findings.skipped]
-    return [html.P("Rules skipped, data not recorded:"), html.Ul(lines)] if lines else [note("Choose a finding.")]
+    if lines:
+        return [html.P("Rules skipped, and why:"), html.Ul(lines)]
+    return [note("No verdict yet." if judged.is_pending or judged.failure else "No rule was skipped.")]
 
 
 PAGE = Page(name="findings", layout=layout, parts=parts)

@@ -402,7 +402,7 @@ def _silent(run_view: RunView, module: str, judged: Judgement) -> Component:
         words = f": {'; '.join(doubts)}. {rests}."
         return html.Div([badge("unknown", "Not known to be healthy"), words], className="named")
     skipped = [html.Li([code(rule), f" {reason}"]) for rule, reason in judged.known.skipped]
-    title = f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: data not recorded"
+    title = f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: no data for {'it' if len(skipped) == 1 else 'them'}"
     more = html.Details([html.Summary(title), html.Ul(skipped)]) if skipped else None
     words = f" names this module; {rules_in_words(judged)} on this run"
     return html.Div([badge("ok", "No finding"), words, *([more] if more else [])], className="named")

@@ -227,7 +227,7 @@ def few_rules(judged: Judgement) -> str:
     from fp8debug.rules import RULES
 
     num, skipped = len(RULES), len(judged.known.skipped)
-    return f"{skipped} of {num} rules skipped: data not recorded" if 2 * skipped > num else ""
+    return f"{skipped} of {num} rules skipped: no data for them" if 2 * skipped > num else ""
 
 
 def sentence(judged: Judgement) -> str:
@@ -242,7 +242,7 @@ def sentence(judged: Judgement) -> str:
     again = " The run has grown since: triage is running again." if judged.is_pending else ""
     lost = f" Not all was recorded: {Lost(**findings.lost[0])}." if findings.lost else ""
     if not findings:
-        return f"{lost} {rules_in_words(judged)}{_skipped(judged)}; none found a fault.{again}".strip()
+        return f"{lost} {rules_in_words(judged)}{skipped_in_words(judged)}; none found a fault.{again}".strip()
     first = findings[0]
     where = f"{first.module} is the first culprit" if first.module else "No single layer is the cause"
     counts = Counter(level(f.severity) for f in findings)
@@ -258,7 +258,8 @@ def rules_in_words(judged: Judgement) -> str:
     return f"{num - skipped} of {num} rules ran"
 
 
-def _skipped(judged: Judgement) -> str:
+def skipped_in_words(judged: Judgement) -> str:
+    """Return how many rules were skipped, after a comma; "" where none was."""
     num = len(judged.known.skipped) if judged.known is not None else 0
     return f", {num} skipped" if num else ""
 
@@ -294,7 +295,7 @@ def _todo(view: View, run_view: RunView, judged: Judgement) -> list[Component | 
     findings, skipped = judged.known or (), judged.known.skipped if judged.known is not None else ()
     silent = html.Details(
         [
-            html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: data not recorded"),
+            html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: no data for {'it' if len(skipped) == 1 else 'them'}"),
             html.Ul([html.Li([code(rule), f" {reason}"]) for rule, reason in skipped]),
         ]
     )

@@ -143,14 +143,32 @@ def lines_of(found: Mapping[str, Any]) -> list[Component]:
         for one in found["findings"][:MAX_LINES]
     ]
     lines += _rest(found["findings"], "finding")
-    if not lines:
-        lines = [html.P([badge("ok", "parity"), f" {len(found['modules'])} modules compared; none differs beyond noise."])]
+    num = len(found["modules"])
+    named = {one["module"] for one in (*found["findings"], *found["unmatched"])}
+    blind = [one["module"] for one in found["modules"] if one["module"] not in named and _is_blind(one)]
+    if not lines and len(blind) < num:
+        lines = [html.P([badge("ok", "parity"), f" {num - len(blind):,} modules compared; none differs beyond noise."])]
+    elif not lines:
+        lines = [html.P([badge("unknown", "parity"), " No module could be compared."])]
+    if blind:
+        some = f"{', '.join(blind[:3])}{' ...' if len(blind) > 3 else ''}"
+        many = f"{len(blind):,} module{'' if len(blind) == 1 else 's'}"
+        lines.append(note(f"Not compared: {many} whose input and output have no finite number in both paths ({some}).", kind="warning"))
+    if steps := found.get("steps"):
+        which = f"step {steps[0]:,}" if steps[0] == steps[1] else f"steps {steps[0]:,} and {steps[1]:,}"
+        words = f"Of two runs only the first sampled step of each ({which}) is compared here, by the sizes of forward operands."
+        lines.append(note(f"{words} The page Compare has the others."))
     metrics = metric_words(found["metrics"])
     lines += [note("; ".join(metrics))] if metrics else []
     lines += _alone(found["unmatched"])
     lines += [note(f"Note: {one}.") for one in found["problems"][:MAX_LINES]]
     lines += _rest(found["problems"], "note")
     return lines
+
+
+def _is_blind(module: Mapping[str, Any]) -> bool:
+    """Return whether neither input nor output of a module could be compared: all NaN, say."""
+    return module["input_nmse"] is None and module["output_nmse"] is None
 
 
 def _rest(listed: Sequence[object], name: str) -> list[Component]:

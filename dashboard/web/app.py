@@ -166,7 +166,7 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
             ),
         ],
         defaultColorScheme="auto",
-        theme={"primaryColor": "blue", "fontSizes": {"xs": "12px"}, "defaultRadius": "3px"},
+        theme={"primaryColor": "blue", "fontSizes": {"xs": "0.75rem"}, "defaultRadius": "3px"},
     )
     return shell
 

@@ -224,7 +224,7 @@ def test_a_module_that_nobody_looked_at_is_not_healthy(path: Path, tmp_path: Pat
     first = str(run_view.run.modules[0]["fqn"])
     said = text(module._silent(run_view, first, run_view.judge()))
     assert "No finding names this module" in said and "rules ran on this run" in said
-    assert f"{len(run_view.judge().findings.skipped)} rules skipped: data not recorded" in said
+    assert f"{len(run_view.judge().findings.skipped)} rules skipped: no data for them" in said
     said = text(module._silent(run_view, samples.NAN_MODULE, run_view.judge()))
     assert said.startswith("?Not known to be healthy: its tensors hold NaN or Inf from step 60")
     short = samples.write_healthy(tmp_path / "run", num_steps=40, modules=samples.gpt_modules(1), module_entries={"gone": {}})

@@ -110,7 +110,7 @@ def test_most_rules_skipped_is_a_doubt_beside_healthy() -> None:
 
     skipped = [(rule.code, "no column") for rule in list(RULES)[: len(RULES) - 3]]
     weak = Judgement(known=Findings([], skipped=skipped))
-    assert weak.verdict == "ok" and overview.few_rules(weak) == f"{len(skipped)} of {len(RULES)} rules skipped: data not recorded"
+    assert weak.verdict == "ok" and overview.few_rules(weak) == f"{len(skipped)} of {len(RULES)} rules skipped: no data for them"
     assert f"3 of {len(RULES)} rules ran, {len(skipped)} skipped; none found a fault" in overview.sentence(weak)
     assert overview.few_rules(Judgement(known=Findings([], skipped=skipped[:4]))) == overview.few_rules(Judgement()) == ""
 
