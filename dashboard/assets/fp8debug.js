@@ -208,13 +208,21 @@
     if (!part || typeof part !== "object" || ArrayBuffer.isView(part)) return part;
     return Object.fromEntries(Object.entries(part).map(([key, value]) => {
       const isInPx = IN_PX.has(key) || (key === "width" && name === "line");  // that of a bar is in what x is
-      if (typeof value === "number") return [key, isInPx ? value * by : value];
+      if (typeof value === "number") return [key, !isInPx ? value : key === "ticklabelstandoff" ? Math.round(value * by) : value * by];
       return [key, DATA.has(key) ? value : times(value, by, key)];
     }));
   };
-  const magnified = ({ data, layout }, by) => {
+  // As many ticks as plotly gives an axis of so many pixels: it would give more to the same axis with larger words.
+  const ticksOf = (pixels, each) => Math.round(Math.min(9, Math.max(4, pixels / each))) + 1;
+  const magnified = ({ data, layout }, by, room) => {
     if (by === 1 || !layout.height) return { data, layout };
-    const next = times({ ...layout, margin: { ...MARGIN, ...layout.margin }, legend: { itemwidth: 30, ...layout.legend } }, by);
+    const margin = { ...MARGIN, ...layout.margin }, legend = { itemwidth: 30, ...layout.legend };
+    const next = times({ ...layout, margin, legend }, by);
+    for (const name of axesOf(layout).flatMap((axis) => [axis, axis.replace("x", "y")])) {
+      const { domain: [low, high] = [0, 1], nticks, tickvals, dtick } = layout[name] || {}, isX = name[0] === "x";
+      const pixels = (high - low) * (isX ? room - margin.l - margin.r : layout.height - margin.t - margin.b);
+      if (!nticks && !tickvals && !dtick) next[name] = { ...next[name], nticks: ticksOf(pixels, isX ? 80 : 40) };
+    }
     return { data: times(data, by), layout: { ...next, meta: { ...layout.meta, isFitted: true } } };
   };
 
@@ -248,7 +256,7 @@
     const seen = (plot, asked) => {
       const isAgain = plot.given && (metaOf(asked).isFitted || asked.data === plot.given.figure.data);
       const figure = isAgain ? plot.given.figure : asked;
-      const { data, layout } = magnified(fitted(plot, figure.data.map(withTexts), figure.layout), scale());
+      const { data, layout } = magnified(fitted(plot, figure.data.map(withTexts), figure.layout), scale(), roomOf(plot));
       plot.given = { figure, isNarrow: isNarrow(plot), scale: scale() };
       return { ...figure, data, layout: withCursor(withZoom(zoomed(plot, layout))) };
     };

@@ -48,7 +48,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
     {"field": "site", "headerName": "Site", "width": 150, "minWidth": SITE_WIDTH},
     {"field": "reference", "headerName": "Against", "width": 90},
-    {"field": "what", "headerName": "What", "width": 300, "tooltipField": "what"},
+    {"field": "what", "headerName": "What", "width": 300, "minWidth": 236, "tooltipField": "what"},
     {"field": "differs", "headerName": "Differs since", "type": "rightAligned", "width": 100},
     {"field": "sqnr_db", "headerName": "SQNR dB", "width": 140, "minWidth": 112, "sortable": False},
     {"field": "rms", "headerName": "rms", "width": 170, "minWidth": 140, "sortable": False},

@@ -166,7 +166,7 @@ def _head(view: View, finding: Finding) -> list[Component]:
     limit = f", limit {number(finding.threshold)}" if finding.threshold is not None else ""
     unit = "" if finding.unit == "1" else f" {finding.unit}"
     site = " ".join(part for part in (finding.gemm, finding.tensor) if part)
-    first = [badge(grade, f"{finding.code} {finding.name}"), where, *([site] if site else [])]
+    first = [badge(grade, f"{finding.code} {finding.name}"), where, *([html.Span(site)] if site else [])]
     if finding.value is not None:
         first.append(f"value {number(finding.value)}{unit}{limit}")
     lines = [html.Div(first, className="chosen"), html.P(finding.message), html.P([html.B("Cure: "), finding.cure])]

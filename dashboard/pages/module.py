@@ -34,7 +34,7 @@ from .axes import controls, shaped
 from .base import Page
 from .heatmap import metric_options, read_thinly
 from .notes import notes_card
-from .overview import module_href, rules_in_words
+from .overview import module_href, rules_in_words, skipped_title
 
 #: The site of the URL, where it names none, is the one that is sick: "auto" in the choice of sites.
 METRIC, SITE, CAST = "sqnr_db", "", "running"
@@ -402,7 +402,7 @@ def _silent(run_view: RunView, module: str, judged: Judgement) -> Component:
         words = f": {'; '.join(doubts)}. {rests}."
         return html.Div([badge("unknown", "Not known to be healthy"), words], className="named")
     skipped = [html.Li([code(rule), f" {reason}"]) for rule, reason in judged.known.skipped]
-    title = f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: no data for {'it' if len(skipped) == 1 else 'them'}"
+    title = skipped_title(len(skipped))
     more = html.Details([html.Summary(title), html.Ul(skipped)]) if skipped else None
     words = f" names this module; {rules_in_words(judged)} on this run"
     return html.Div([badge("ok", "No finding"), words, *([more] if more else [])], className="named")

@@ -290,12 +290,17 @@ def _nothing(judged: Judgement) -> str:
     return f"Nothing: {rules_in_words(judged)}; none found a fault." if judged.verdict == "ok" else "No verdict yet."
 
 
+def skipped_title(num: int) -> str:
+    """Return the line above the rules that were skipped, each with its reason: one rank only, say, or a column not recorded."""
+    return f"{num} rule{'s' if num != 1 else ''} skipped: no data for {'them' if num != 1 else 'it'}"
+
+
 def _todo(view: View, run_view: RunView, judged: Judgement) -> list[Component | None]:
     path = shlex.quote(str(run_view.run.path))
     findings, skipped = judged.known or (), judged.known.skipped if judged.known is not None else ()
     silent = html.Details(
         [
-            html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: no data for {'it' if len(skipped) == 1 else 'them'}"),
+            html.Summary(skipped_title(len(skipped))),
             html.Ul([html.Li([code(rule), f" {reason}"]) for rule, reason in skipped]),
         ]
     )

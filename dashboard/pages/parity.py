@@ -153,7 +153,9 @@ def lines_of(found: Mapping[str, Any]) -> list[Component]:
     if blind:
         some = f"{', '.join(blind[:3])}{' ...' if len(blind) > 3 else ''}"
         many = f"{len(blind):,} module{'' if len(blind) == 1 else 's'}"
-        lines.append(note(f"Not compared: {many} whose input and output have no finite number in both paths ({some}).", kind="warning"))
+        lines.append(
+            note(f"Not compared: {many} whose input and output have no finite number in both paths ({some}).", kind="warning")
+        )
     if steps := found.get("steps"):
         which = f"step {steps[0]:,}" if steps[0] == steps[1] else f"steps {steps[0]:,} and {steps[1]:,}"
         words = f"Of two runs only the first sampled step of each ({which}) is compared here, by the sizes of forward operands."

@@ -24,7 +24,7 @@ from fp8debug_dashboard.figures import fallback as fallback_figures
 from fp8debug_dashboard.figures import history as history_figures
 from fp8debug_dashboard.figures import module as module_figures
 from fp8debug_dashboard.figures.fallback import BudgetPoint
-from fp8debug_dashboard.pages import compare, fallback, module, overview, runs
+from fp8debug_dashboard.pages import compare, fallback, findings, module, overview, runs
 from fp8debug_dashboard.web.run_view import PENDING, Judgement, RunView
 from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
@@ -325,3 +325,25 @@ def test_the_first_nan_of_a_long_run_is_dated_by_its_step_and_not_by_its_points(
     good = StepSeries(name="loss", steps=steps, values=np.ones(10, np.float32))
     figure = compare_figures.losses([("bad", bad), ("good", good)], [43], {"bad": 43})
     assert {"bad: NaN from step 43", "no gap: NaN from step 43"} <= set(words(figure))
+
+
+def test_the_fallback_page_tells_whose_damage_is_not_known(path: Path, tmp_path: Path) -> None:
+    run_view = ServedFolder(path).open(None)
+    run_view.judge()
+    told = text(fallback.parts(View("fallback"), run_view)[2])
+    assert "The curve lacks the damage of outputs with NaN or Inf, which is not known: at 5 sampled steps, the first 70." in told
+    healthy = ServedFolder(samples.write_healthy(tmp_path / "run", num_steps=40, modules=samples.gpt_modules(1))).open(None)
+    healthy.judge()
+    assert fallback.lost_damage(healthy) is None
+    assert "NaN" not in text(fallback.parts(View("fallback"), healthy)[2])
+
+
+def test_a_page_without_findings_says_why(tmp_path: Path) -> None:
+    run_view = ServedFolder(samples.write_healthy(tmp_path / "run", num_steps=40, modules=samples.gpt_modules(1))).open(None)
+    run_view.judge()
+    about, _, head, _, manual = findings.parts(View("findings"), run_view)
+    assert "rules ran" in text(about) and "none found a fault." in text(about) and "no evidence to show" in text(head)
+    assert text(manual).startswith("Rules skipped, and why:")
+    failed = Judgement(failure="no memory")
+    assert findings._no_evidence(failed) == "Triage could not run, so there is no evidence to show."
+    assert "No verdict yet" in text(findings._silent(failed))

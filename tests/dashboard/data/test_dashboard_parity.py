@@ -14,6 +14,7 @@ from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.bench.parity import compared
 from tests.dashboard import samples
+from tests.synthetic import Override
 
 
 def words(part: Any) -> str:
@@ -40,6 +41,22 @@ def test_two_runs_are_compared_when_one_is_chosen(folder: Path) -> None:
     assert "modules compared; none differs beyond noise" in words(about) and figure.data
     assert figure.layout["meta"]["about"] == ["train", "with rollout", "relative difference of paths"]
     assert parity.layout(view, run_view) is not None
+
+
+def test_what_a_comparison_of_runs_leaves_out_is_told(tmp_path: Path) -> None:
+    samples.write_healthy(tmp_path / "train", every=10)
+    samples.write_nan(tmp_path / "nan")
+    lost = Override(module="*", actual=None, slots=samples.LOST, steps=(0, None))
+    samples.write_healthy(tmp_path / "lost", every=10, overrides=[lost])
+    run_view = ServedFolder(tmp_path).open("train")
+    told = {}
+    for name in ("nan", "lost"):
+        view = View("parity", "train", {"with": name})
+        parity.settle(view, run_view)
+        told[name] = words(parity.parts(view, run_view)[0])
+    assert "only the first sampled step of each (step 0) is compared" in told["nan"] and "none differs" in told["nan"]
+    assert "No module could be compared" in told["lost"] and "none differs" not in told["lost"]
+    assert "Not compared: 10 modules whose input and output have no finite number in both paths" in told["lost"]
 
 
 def test_what_the_page_does_not_list_is_counted(folder: Path) -> None:

@@ -127,7 +127,7 @@ def test_no_text_of_a_plot_or_number_of_a_table_is_cut_at_any_width(narrow_page:
     pages.append(f"{nonfinite}/parity?run=sick&with=sweep-0")
     for address in (*pages, f"{nonfinite}/compare?run=nan&with={others}"):
         settle(narrow_page, address)
-        for width in (390, 768, 1024, 1280, 1920, 390):  # back again: plots are drawn anew for the room that they have
+        for width in (390, 768, 1024, 1280, 1920, 2560, 3840, 390):  # back again: plots are drawn anew for their room
             narrow_page.set_viewport_size({"width": width, "height": 900})
             try:
                 narrow_page.wait_for_function(f"() => !({CUT.strip()})().length", timeout=5000)
