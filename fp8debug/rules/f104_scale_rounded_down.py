@@ -51,6 +51,7 @@ class ScaleRoundedDown(Rule):
           first. numerics.md, 4 warns above 0; a few are left to kernels that take the amax of a rounded copy.
         - min_gain 0.8: rounding down clips an element to 0.875 of itself at worst; below, the scale is off by more
           (F113).
+        - max_gain 1.001: clipping makes a tensor smaller, so its gain is at most 1; the rest is rounding of the other elements.
         - min_gain_undeclared 0.97: the same where pow2_floor is not declared: block maxima alone clip, and the gain
           stays near 1 (0.998 measured); a scale that is off by a tenth is F113's. No published basis.
         - max_headroom 1.15: under delayed scaling with pow2_floor, how far an amax can lie above what the scale holds
@@ -70,6 +71,7 @@ class ScaleRoundedDown(Rule):
     max_rate: float = limits.MAX_CLIPPED
     warn_elements: int = limits.MIN_CLIPPED_ELEMENTS
     min_gain: float = 0.8
+    max_gain: float = 1.001
     min_gain_undeclared: float = 0.97
     max_headroom: float = 1.15
     min_headroom_undeclared: float = limits.MIN_CLIPPED_HEADROOM
@@ -80,7 +82,7 @@ class ScaleRoundedDown(Rule):
             Condition("num_saturated", ">", 0),
             Keys(f"NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%'"),
             f"NOT {IS_DELAYED} OR headroom <= {self.max_headroom}",
-            "coalesce(gain, 1) <= 1.001",
+            f"coalesce(gain, 1) <= {self.max_gain}",
             f"cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
             f" OR {_CLIPS_NOTHING} AND num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
             f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared}",

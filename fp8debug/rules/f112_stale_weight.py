@@ -42,8 +42,9 @@ class StaleWeight(OffWeightRule):
         - max_sqnr_db 27: SQNR of an E4M3 weight, 6 dB lower for E5M2, 23.5 (and a cosine of 0.998) under delayed scaling;
           numerics.md, 4 (warn below 30, act below 25). Values that all round alike reach 24.6 dB with a cosine near 1.
         - max_cosine 0.999: numerics.md, 4 (warn below); healthy weights have 0.9996 and more [measured].
-        - max_own_scale_sqnr_db 30: where the scale is not made of the weight's own amax (by 0.2 %; FP32 scales under current
-          scaling hit it exactly), at a cosine below 0.9995; numerics.md, 4 (warn below 30).
+        - max_own_scale_sqnr_db 30, max_own_scale_cosine 0.9995, max_own_headroom_error 0.002: SQNR and cosine where the scale is
+          not made of the weight's own amax (by 0.2 %; FP32 scales under current scaling hit it exactly); numerics.md, 4 (warn
+          below 30).
         - max_headroom 1.25: at the first step that shows it; beyond, the scales are of other blocks (F119). A weight that is
           stale for long outgrows its scales later.
         - min_reread_gap_db 1: SQNR that the second microbatch's weight lies below the first's. No published basis: 0 in
@@ -76,6 +77,8 @@ class StaleWeight(OffWeightRule):
     cure = "refresh the FP8 weight after each optimizer step, or switch its cache off; else BF16 for this module"
 
     max_own_scale_sqnr_db: float = LIMITS.max_own_scale_sqnr_db
+    max_own_scale_cosine: float = LIMITS.max_own_scale_cosine
+    max_own_headroom_error: float = LIMITS.max_own_headroom_error
     max_headroom: float = LIMITS.max_headroom
     min_reread_gap_db: float = 1.0
     min_steps: int = LIMITS.min_steps

@@ -83,6 +83,9 @@ class WrongFormat(Rule):
         - max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
           without losing cosine, and are healthy.
         - max_gain_error 0.01: beyond it the scale is at fault (F113).
+        - max_underflow 0.01, max_overflow 0.001, max_subnormal 0.2: shares of the nonzero elements that are zero, of those at
+          the largest value, and of those with fewer bits than the format has: beyond them the noise is the range's, not the
+          format's. No published basis.
         - max_ratio_error 0.002: relative, of the largest value over its block's scale, and over the largest scale, from another
           format's largest value; FP32 scales hit it to 1e-6, scales in BF16 to 0.002. Scales of powers of two leave the range
           of their rounding, half to all of it (a quarter for pow2_amax_ceil, beyond it for pow2_floor and pow2_even).
@@ -112,6 +115,9 @@ class WrongFormat(Rule):
     min_sqnr_db: float = 24.0
     max_cosine: float = 0.9992
     max_gain_error: float = 0.01
+    max_underflow: float = 0.01
+    max_overflow: float = 0.001
+    max_subnormal: float = 0.2
     min_elements: int = 1024
     min_steps: int = 2
     max_ratio_error: float = LIMITS.ratio_error
@@ -131,8 +137,8 @@ class WrongFormat(Rule):
             Keys("cast_name LIKE 'e4m3%'"),
             f"sqnr_db >= {self.min_sqnr_db} AND cosine < {self.max_cosine} AND abs(gain - 1) < {self.max_gain_error}",
             f"numel >= {self.min_elements}",
-            "coalesce(underflow_nonzero_rate, 0) < 0.01 AND coalesce(overflow_rate, 0) < 0.001",
-            "coalesce(subnormal_rate, 0) < 0.2",
+            f"coalesce(underflow_nonzero_rate, 0) < {self.max_underflow} AND coalesce(overflow_rate, 0) < {self.max_overflow}",
+            f"coalesce(subnormal_rate, 0) < {self.max_subnormal}",
         ]
         return look(conditions, ["sqnr_db"])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8debug.loss_spikes import noise_of
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.losses import falls_on, read_losses
-from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE, LargeUpdates, large_updates
+from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE, LargeUpdates, UpdateLimits, large_updates
 from fp8debug.rules.reading.traces import sampled_steps
 
 if TYPE_CHECKING:
@@ -65,8 +65,11 @@ class DivergesAtStart(Rule):
         - max_local 0.5: share of the modules below which another rule's finding is local, and the cause; that must have
           moved before a loss that is NaN counts as a divergence; and below which updates out of size are information where
           the loss falls on.
-        - Beyond 2 times (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) times the learning rate, 7.3 for betas of 0.9 and
-          0.999, Adam's moments are not of the same gradients. Closed form (Cauchy-Schwarz); 2 is for the weight decay.
+        - max_adam 2: an element's update over (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) times the learning rate, 7.3
+          for betas of 0.9 and 0.999, beyond which Adam's moments are not of the same gradients. Closed form (Cauchy-Schwarz);
+          2 is for the weight decay that is part of an update.
+        - max_normalized 10: an element's update over the learning rate, beyond which second moments that are 0 explain it, and up
+          to which an optimizer of unknown betas divides by the gradients' size: Adam's is 7.3, and 10 for betas of 0 and 0.99.
         - torchtitan #742 (8-bit Adam), COAT #3 (FP8 states) and ultralytics #24085 (states in FP16) are updates out of size.
         - The case "divergence at the start" of the NVIDIA talk that this tool follows; KempnerForge's guide.
     """
@@ -85,11 +88,17 @@ class DivergesAtStart(Rule):
     max_noisy: float = 2.0
     min_growth: float = 2.0
     max_update_ratio: float = 0.5
+    max_adam: float = 2.0
+    max_normalized: float = 10.0
     max_local: float = 0.5
+
+    @property
+    def _update_limits(self) -> UpdateLimits:
+        return UpdateLimits(self.max_update_ratio, self.max_normalized, self.max_adam)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the divergence, if there is one; else the updates that are out of size."""
-        large = large_updates(run, self.max_update_ratio)
+        large = large_updates(run, self._update_limits)
         diverged = list(self._diverged(run))
         if large is None:
             yield from diverged
@@ -179,7 +188,7 @@ class DivergesAtStart(Rule):
 
         Updates out of size stand whatever casts do, unless the gradient explains them and a cast was at fault before.
         """
-        large = large_updates(run, self.max_update_ratio)
+        large = large_updates(run, self._update_limits)
         if finding.name == OUT_OF_SIZE and large is not None:
             return large.is_own or not any(
                 RULES.get(f.code).is_harmful and f.module and f.severity > Severity.INFO and f.steps[0] <= finding.steps[0]

@@ -51,6 +51,8 @@ class StochasticRounding(Rule):
         - max_bias 0.01: mean rounding in spacings. A generator of b bits has 2^-(b + 1): 0.002 of 8 bits (closed form).
         - min_z 8: standard deviations, of n independent roundings, that each deviation must have; 1e-15 by chance.
         - max_underflow_rate 0.9995: share of the nonzero elements that are zero, under scales that fit.
+        - min_headroom 0.5: amax over what the scale holds, from which a scale fits: one that was rounded up to a power of two
+          leaves half (closed form).
         - min_elements 1024: elements between two values of the format. No published basis.
         - Seen in TransformerEngine #3281.
     """
@@ -65,6 +67,7 @@ class StochasticRounding(Rule):
     max_bias: float = 0.01
     min_z: float = 8.0
     max_underflow_rate: float = 0.9995
+    min_headroom: float = 0.5
     min_elements: int = 1024
 
     def looks(self) -> Iterable[Look]:
@@ -101,7 +104,7 @@ class StochasticRounding(Rule):
             lambda row: (
                 row["underflow_nonzero_rate"] >= self.max_underflow_rate
                 and not row["num_eps_blocks"]
-                and (row["headroom"] or 0.0) > 0.5
+                and (row["headroom"] or 0.0) > self.min_headroom
             )
         )
         if trace is None:

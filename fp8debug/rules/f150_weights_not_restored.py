@@ -26,8 +26,6 @@ _WEIGHTS = (
     " AND numel > 0 AND sum_x2 > 0"
     " GROUP BY module, step)"
 )
-#: Relative difference of a weight's RMS, up to which it was restored and moved on.
-_NEAR = 0.1
 #: Relative difference of sums over one tensor that are added in another order: of FP64 sums, with a wide margin.
 _SAME = 1e-9
 _OLDER = (
@@ -84,6 +82,7 @@ class WeightsNotRestored(Rule):
           was recorded, the largest change a step between sampled steps before the resume, or the median one after it, or
           the learning rate where `steps` has it. The factor is for what was not sampled; no published basis.
         - min_jump 0.1: share of the RMS below which no jump is reported. No published basis.
+        - max_change 0.1: of the RMS, up to which a weight was restored and moved on. No published basis.
         - min_exact_db 100, max_sqnr_db 45: SQNR of the cast after a resume and before it, as in F137: FP32 arithmetic leaves 120
           dB and more, BF16 55.6 dB, FP8 31.5 dB; numerics.md, 4.
         - min_range_log2 4: of weights-begin-rounded, binades between largest and smallest magnitude, below which a weight may lie
@@ -109,6 +108,7 @@ class WeightsNotRestored(Rule):
     min_moved: float = 1e-6
     max_steps_worth: float = 4.0
     min_jump: float = 0.1
+    max_change: float = 0.1
     min_exact_db: float = 100.0
     max_sqnr_db: float = 45.0
     min_history: int = 3
@@ -128,7 +128,7 @@ class WeightsNotRestored(Rule):
         resumes = _resumes(run)
         for start in resumes:
             both = _around(run, start)
-            if all(_is_close(*pair) for pair in both.values()):
+            if all(_is_close(*pair, self.max_change) for pair in both.values()):
                 yield from self._anew(run, start)
             other = {name: pair for name, pair in both.items() if not _is_same(*pair)}
             if other:
@@ -334,9 +334,9 @@ def _largest_rate(run: Run) -> float:
     return row["lr"] or 0.0
 
 
-def _is_close(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _is_close(one: Mapping[str, Any], other: Mapping[str, Any], max_change: float) -> bool:
     """Return whether a few optimizer steps lie between two rows of a weight at most: the weight was restored."""
-    return bool(abs(one["rms"] - other["rms"]) <= _NEAR * float(one["rms"]))
+    return bool(abs(one["rms"] - other["rms"]) <= max_change * float(one["rms"]))
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

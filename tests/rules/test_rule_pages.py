@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
+from fp8debug import rules
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, SECTIONS, Rule
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
@@ -29,6 +32,19 @@ def test_a_rule_has_a_manual_page(rule: Rule) -> None:
         assert stated, f"{name} is not in the manual page"
         assert float(stated[1].rstrip(".,:")) == pytest.approx(value), f"the page states another {name}"
     assert re.search(r"numerics\.md, \d|#\d{2,}", manual["Thresholds"]), "no threshold has a source"
+
+
+def test_no_threshold_is_hidden_in_sql() -> None:
+    """A number with a decimal point that a predicate compares with comes from a rule's field, which can be set."""
+    hidden = []
+    for file in sorted(Path(rules.__file__).parent.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        documented = (node.body[0] for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)))
+        texts = {id(node.value) for node in documented if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+                hidden += [f"{file.name}:{node.lineno} {found}" for found in re.findall(r"[<>]=? *-?\d*\.\d+", node.value)]
+    assert not hidden
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)

@@ -14,13 +14,24 @@ if TYPE_CHECKING:
 OUT_OF_SIZE = "updates-out-of-size"
 #: Size that a weight which starts from zero is compared with, times the root of its columns: half of what initialization gives.
 ORDINARY_RMS = 0.5
-#: Largest update of an element over the learning rate, of an optimizer that divides by the gradients' size and whose betas are
-#: not known: Adam's is 7.3 for betas of 0.9 and 0.999, and 10 for 0 and 0.99 (``largest_of_adam``).
-NORMALIZED = 10.0
-#: Times ``largest_of_adam``, for the weight decay that is part of an update.
-MARGIN = 2.0
 #: Why no rule can judge a run's optimizer steps.
 NOT_RECORDED = "no optimizer step was recorded: no torch optimizer that holds a watched weight stepped in a sampled step"
+
+
+@dataclass(frozen=True)
+class UpdateLimits:
+    """Thresholds for updates as large as the weights; F127's page says where each comes from.
+
+    Attributes:
+        ratio: RMS of an update over that of its weight.
+        normalized: largest update of an element over the learning rate, of an optimizer that divides by the gradients' size
+            and whose betas are not known.
+        adam: times ``largest_of_adam``.
+    """
+
+    ratio: float
+    normalized: float
+    adam: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +96,14 @@ class LargeUpdates:
         }[self.cause]
 
 
-def large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
-    """Return the updates of more than ``max_ratio`` times the weight's RMS; None where there are none or nothing was recorded."""
-    return run.memo(f"large updates {max_ratio}", lambda: _large_updates(run, max_ratio))
+def large_updates(run: Run, limits: UpdateLimits) -> LargeUpdates | None:
+    """Return the updates that are large beside the weight's RMS; None where there are none or nothing was recorded."""
+    return run.memo(f"large updates {limits}", lambda: _large_updates(run, limits))
 
 
-def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
+def _large_updates(run: Run, limits: UpdateLimits) -> LargeUpdates | None:
     rows: list[dict[str, Any]] = run.sql("SELECT * FROM updates WHERE num_sampled > 0 ORDER BY step, module").to_pylist()
-    large = [row for row in rows if update_ratio(row) > max_ratio]
+    large = [row for row in rows if update_ratio(row) > limits.ratio]
     if not large:
         return None
     step = large[0]["step"]
@@ -105,7 +116,7 @@ def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
         num_modules=len({row["module"] for row in rows}),
         first=first,
         ratio=update_ratio(first),
-        cause=_cause(first),
+        cause=_cause(first, limits),
     )
 
 
@@ -133,11 +144,13 @@ def update_ratio(row: Mapping[str, Any]) -> float:
     return math.sqrt(row["sum_update2"] / row["num_sampled"]) / max(math.sqrt(row["sum_weight2"] / row["num_sampled"]), usual)
 
 
-def _cause(row: Mapping[str, Any]) -> str:
+def _cause(row: Mapping[str, Any], limits: UpdateLimits) -> str:
     lr, largest = row["lr"] or 0.0, row["max_update"] or 0.0
-    is_normalized = row["beta1"] is not None or (str(row["optimizer"]).lower() != "sgd" and largest <= NORMALIZED * lr)
-    if row["num_moment_zero"] and largest > NORMALIZED * lr > 0:
+    is_normalized = row["beta1"] is not None or (str(row["optimizer"]).lower() != "sgd" and largest <= limits.normalized * lr)
+    if row["num_moment_zero"] and largest > limits.normalized * lr > 0:
         return "moments"
-    if None not in (row["beta1"], row["beta2"]) and largest > MARGIN * largest_of_adam(row["beta1"], row["beta2"]) * lr > 0:
-        return "moments"
+    if None not in (row["beta1"], row["beta2"]):
+        most = limits.adam * largest_of_adam(row["beta1"], row["beta2"])
+        if largest > most * lr > 0:
+            return "moments"
     return "learning-rate" if is_normalized else "gradient"

@@ -34,6 +34,8 @@ class WeightLimits:
 
     max_sqnr_db: float
     max_own_scale_sqnr_db: float
+    max_own_scale_cosine: float
+    max_own_headroom_error: float
     max_cosine: float
     max_headroom: float
     min_elements: int
@@ -60,6 +62,8 @@ class WeightLimits:
 LIMITS = WeightLimits(
     max_sqnr_db=27.0,
     max_own_scale_sqnr_db=30.0,
+    max_own_scale_cosine=0.9995,
+    max_own_headroom_error=0.002,
     max_cosine=0.999,
     max_headroom=1.25,
     min_elements=256,
@@ -162,12 +166,15 @@ def look_for_weights(limits: WeightLimits) -> Look:
 
 def _bad(limits: WeightLimits) -> str:
     sqnr = f"(sqnr_db + {deficit_sql()})"
-    own_scale = f"NOT {IS_DELAYED} AND NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
+    own_scale = (
+        f"NOT {IS_DELAYED} AND NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2%'"
+        f" AND abs(headroom - 1) > {limits.max_own_headroom_error}"
+    )
     return (
         f"numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < {limits.max_flushed_rate}"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
         f" AND (NOT {IS_DELAYED} OR {sqnr} < {limits.delayed_sqnr_db} AND cosine < {limits.delayed_cosine})"
-        f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
+        f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < {limits.max_own_scale_cosine})"
     )
 
 
