@@ -33,9 +33,9 @@ from fp8debug.parity.rules import (
     StaleRolloutWeight,
     WeightCast,
     WeightScale,
+    not_finite,
 )
 from fp8debug.parity.runs import is_run, measure_runs
-from fp8debug.rules.base import Severity
 
 _STALE, _SCALE, _CAST, _ACTIVATION = StaleRolloutWeight(), WeightScale(), WeightCast(), ActivationCast()
 _ROUTING, _KERNEL, _PRECISION, _DIFFER = RoutingDiffers(), KernelDiffers(), PrecisionDiffers(), PathsDiffer()
@@ -421,16 +421,8 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
         siblings = of_block.setdefault(block, [])
         is_one_kernel = before == 0 and any(one != block and _is_same_attention(one, of_block[one]) for one in of_block)
         here = limits._replace(attention=limits.plain) if is_one_kernel else limits.of_scores(_scores(siblings))
-        if m.bad and len(m.bad) == 1:
-            text = f"{m.module}: its output in the {m.bad[0]} has NaN or Inf, and not in the other path"
-            single.append(_DIFFER.found(text, module=m.module, theirs=m.theirs, tensor="output", severity=Severity.ERROR,
-                                        cure="triage that path: the first NaN is in this module or before it"))  # fmt: skip
-            break
         if m.bad:
-            text = f"{m.module}: its output has NaN or Inf in both paths; nothing after it can be compared"
-            cure = "triage one of the paths: the first NaN is in this module or before it"
-            where = {"module": m.module, "theirs": m.theirs, "tensor": "output"}
-            single.append(_DIFFER.found(text, **where, severity=Severity.ERROR, cure=cure))
+            single.append(not_finite(m.module, m.theirs, m.bad))
             break
         own = _weight(m, modules, repeated) or _arithmetic(m, levels, repeated)
         if is_of_expert(m.module) and not is_of_one_expert(m.module):  # what experts share gets rows in the order of its kernel

@@ -345,3 +345,19 @@ for _rule in (
     PathsDiffer(),
 ):
     PATHS.add(_rule.code, _rule)
+
+
+def not_finite(module: str, theirs: str, paths: tuple[str, ...]) -> PathFinding:
+    """Return the finding of a module whose output has NaN or Inf, the first of all.
+
+    Args:
+        module: its name in the training.
+        theirs: its name in the rollout.
+        paths: where it has them: ``training``, ``rollout`` or both.
+    """
+    text, which = "its output has NaN or Inf in both paths; nothing after it can be compared", "one of the paths"
+    if len(paths) == 1:
+        text, which = f"its output in the {paths[0]} has NaN or Inf, and not in the other path", "that path"
+    cure = f"triage {which}: the first NaN is in this module or before it"
+    where = {"module": module, "theirs": theirs, "tensor": "output"}
+    return PathsDiffer().found(f"{module}: {text}", **where, severity=Severity.ERROR, cure=cure)

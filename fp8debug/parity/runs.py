@@ -14,7 +14,7 @@ from fp8debug.errors import RunError
 from fp8debug.parity.dump import is_attention
 from fp8debug.parity.measures import Measures, is_of_expert
 from fp8debug.parity.names import Names, is_of_adapter, matched
-from fp8debug.parity.rules import PATHS, PathFinding
+from fp8debug.parity.rules import PATHS, PathFinding, not_finite
 from fp8debug.store.read.run import Run
 
 #: Relative difference of two sizes from which on they are not of one tensor: BF16's rounding moves a sum by less.
@@ -28,7 +28,10 @@ MAX_GROWTH = 10.0
 ONE_SCALE = 0.01
 #: Relative difference of two sums of the same numbers, in another order.
 SAME_SUM = 1e-9
-_COLUMNS = "module, tensor, reference, cast_name, actual, call_index, numel, amax, sum_x2, sum_y2"
+_COLUMNS = (
+    "module, tensor, reference, cast_name, actual, call_index, numel, amax, sum_x2, sum_y2,"
+    " num_nan + num_inf + num_actual_nonfinite AS num_nonfinite"
+)
 #: Rows of a module by tensor.
 Site = dict[str, dict[str, Any]]
 
@@ -75,9 +78,13 @@ def measure_runs(
         is_of_same = _has_as_many(name, a, b, (train, rollout) if is_same else None)
         given, made = _rms_difference(a, b, "input", "sum_x2"), _rms_difference(a, b, "output", "sum_y2")
         weight = _rms_difference(a, b, "weight", "sum_x2")
-        one = Measures(module=name, theirs=second, kind="", input=_square(given), output=_square(made), weight=_square(weight))
+        bad = tuple(path for path, site in (("training", a), ("rollout", b)) if _has_nonfinite(site))
+        one = Measures(
+            module=name, theirs=second, kind="", input=_square(given), output=_square(made), weight=_square(weight), bad=bad
+        )
         measures.append(one)
-        found = _weight(one, a, b, weight) or _casts(one, a, b)
+        found = None if not bad or any(m.bad for m in measures[:-1]) else not_finite(name, second, bad)
+        found = found or _weight(one, a, b, weight) or _casts(one, a, b)
         if found is None and is_same and is_of_same:
             parent = name.rpartition(".")[0]
             is_behind = is_attention(parent) and any(m.module.rpartition(".")[0] == parent for m in measures[:-1])
@@ -165,6 +172,11 @@ def _ratio(a: Site, b: Site, tensor: str, column: str) -> float | None:
     if first is None or second is None or first <= 0 or second <= 0:
         return None
     return second / first
+
+
+def _has_nonfinite(site: Site) -> bool:
+    """Return whether a module's result has NaN or Inf, or its input, which a sample of the result's rows may miss."""
+    return any((_of(site, tensor, "num_nonfinite") or 0) > 0 for tensor in ("input", "output"))
 
 
 def _rms_difference(a: Site, b: Site, tensor: str, column: str) -> float | None:

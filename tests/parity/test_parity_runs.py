@@ -70,6 +70,23 @@ def test_a_difference_is_found_by_statistics(spoil: Callable[[nn.Module], None],
     assert (report[0].code, report[0].module) == (code, module), report[0].message
 
 
+def _poisoned(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model.get_submodule("blocks.1").up.weight.fill_(float("nan"))  # type: ignore[operator, union-attr]  # a Linear's
+    return model
+
+
+@pytest.mark.parametrize("paths", [("training",), ("rollout",), ("training", "rollout")])
+def test_nan_is_never_the_same(paths: tuple[str, ...], tmp_path: Path) -> None:
+    """Statistics of finite elements alone would say that a run of NaN differs by nothing."""
+    runs = [record(_poisoned(net()) if path in paths else net(), tmp_path / path) for path in ("training", "rollout")]
+    report = compare_paths(*runs)
+    assert report.verdict == "error" and (report[0].code, report[0].module, report[0].tensor) == ("F308", "blocks.1.up", "output")
+    told = "has NaN or Inf in both paths" if len(paths) == 2 else f"in the {paths[0]} has NaN or Inf, and not in the other path"
+    assert told in report[0].message
+    assert sum("NaN" in finding.message for finding in report) == 1
+
+
 def test_a_weight_of_another_size_is_told_in_which_direction(tmp_path: Path) -> None:
     train, model = record(net(), tmp_path / "train"), net()
     with torch.no_grad():
