@@ -105,7 +105,8 @@ class Plan:
         steps: columns of the ``steps`` table to replace, by step.
         rank_steps: columns of the ``steps`` table to replace on one rank, by rank and step.
         events: (step, kind, module, message) of rank 0, and a code where it has one.
-        updates: columns of ``updates`` to replace in a healthy row, by sampled step and module; None for no rows at all.
+        updates: columns of ``updates`` to replace in a healthy row, by sampled step and module, which has no row where these are
+            None; None for no rows at all.
         manifest: top-level keys of the manifest to replace.
         module_entries: keys of a module's entry in the manifest to replace, by FQN (adds the module when it is new).
         with_results: also rows of results.
@@ -154,8 +155,11 @@ def write(path: Path, plan: Plan) -> None:
                 writer.stats({name: [row.get(name) for row in rows] for name in names})
                 writer.flush()
                 if plan.updates is not None:
-                    made = [updates_row(step, name, k, plan.updates(step, name) or {}) for name, k, _ in plan.modules]
-                    writer.updates({name: [row.get(name) for row in made] for row in made[:1] for name in row})
+                    changes = {name: plan.updates(step, name) for name, *_ in plan.modules}
+                    given = [(name, k, own) for name, k, _ in plan.modules if (own := changes[name]) is not None]
+                    made = [updates_row(step, name, k, own) for name, k, own in given]
+                    if made:
+                        writer.updates({name: [row.get(name) for row in made] for name in made[0]})
             own = plan.rank_steps.get(rank, {}).get(step, {})
             writer.steps({**steps_row(plan, step, is_sampled=step in sampled), **own})
         if rank == 0:

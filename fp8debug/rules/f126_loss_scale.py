@@ -14,6 +14,7 @@ from fp8debug.rules.reading.loss_scales import (
     clipped_while_scaled,
     has_gradients,
     late_unscaling,
+    stepped_while_scaled,
 )
 from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
@@ -38,6 +39,11 @@ _CLIP = (
     "divide the gradients by the loss scale before they are clipped (scaler.unscale_(optimizer), then clip_grad_norm_); no cast"
     " changes it"
 )
+#: The cure of gradients that are scaled when the optimizer steps.
+_STEP = (
+    "let the scaler take the optimizer's step (scaler.step(optimizer)), which divides the gradients by the loss scale first, with"
+    " no optimizer.step() beside it; no cast changes it"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class LossScaleLoop(Rule):
         grid of FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not.
         clipped-while-scaled: at every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so
         small that it is the usual one over the loss scale: they were clipped before they were divided by it.
+        stepped-while-scaled: at every sampled step the optimizer gets the gradients as wgrad gave them, under a loss scale that
+        should have been divided out, and its first moment (the update of an optimizer without one) is of them.
         unscaled-late: at the steps at which the loss scale grows, the gradient norm (of every step, where
         watch.step(grad_norm=...) has it before clipping; else the gradients that the optimizer gets at sampled steps) is short
         of the steps before and after by just that growth: it was divided by the new scale. Where no loss scale is recorded, it
@@ -60,6 +68,8 @@ class LossScaleLoop(Rule):
         small gradients vanish. FP8 with current scaling needs no loss scale; FP16 gradients and static scales do. A gradient
         that is unscaled late is a part of itself at every growth: a smaller step, and other moments of
         Adam. One that is clipped while it is scaled is thousands of times too small: SGD stands still, and Adam divides by eps.
+        One that is not divided at all is as many times too large: SGD diverges, Adam's moments hold no other gradient any more,
+        and an overflow that the scaler would skip reaches the weights.
 
     Example
         The loss scale was reduced 7 times within 20 steps from step 340 on, from 3.3e+04 to 256.
@@ -86,6 +96,11 @@ class LossScaleLoop(Rule):
           sampled steps. Closed form: a limit of c leaves a norm of c / S, and the factor is c / (S |g|). Gradients of a sum over
           tokens that are divided by their number have a small factor too, and an ordinary norm. No published basis for the
           range of limits, which are 0.1 to 10 in public recipes.
+        - min_divided_scale 1024, min_clipped_steps: of stepped-while-scaled, least loss scale that is judged, and sampled steps.
+          A gradient that was divided by a scale S is 1 / S of wgrad's, one that was not as large as it; the limit is
+          1 / sqrt(S), 1/32 at least, so that a sum over up to 32 ranks passes. Of the gradient Adam's first moment
+          is 0.1 at its first step at beta1 0.9 and 0.23 in the RMS of independent ones, sqrt((1 - beta1) / (1 + beta1)), both
+          closed forms; one that a fused kernel divides by S is 1 / S of it. No published basis for 1024.
         - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588. clipped-while-scaled: in
           allennlp #5426; gradients-vanish: in Open-Rig3R #35.
     """
@@ -111,6 +126,7 @@ class LossScaleLoop(Rule):
     least_limit: float = 0.01
     greatest_limit: float = 100.0
     min_clipped_steps: int = 3
+    min_divided_scale: float = 1024.0
 
     def needs(self, run: Run) -> str | None:
         """Return why not: neither a loss scale was recorded, nor gradients, nor an optimizer step."""
@@ -146,6 +162,18 @@ class LossScaleLoop(Rule):
         yield from self._vanishing(run)
         yield from self._late(run)
         yield from self._clipped(run)
+        yield from self._stepped(run)
+
+    def _stepped(self, run: Run) -> Iterable[Finding]:
+        found = stepped_while_scaled(run, self.min_divided_scale, self.min_clipped_steps)
+        if found is not None:
+            message = (
+                f"the optimizer steps with {found.multiple:.2g} times the gradients of wgrad at {len(found.steps)} sampled steps"
+                f" from step {found.steps[0]} on, under a loss scale of {times(found.scale)}: they were not divided by it"
+            )
+            finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.multiple,
+                                    found.scale**-0.5)  # fmt: skip
+            yield replace(finding, name="stepped-while-scaled", cure=_STEP)
 
     def _clipped(self, run: Run) -> Iterable[Finding]:
         limits = ClippingLimits(

@@ -44,6 +44,12 @@ _COUNT = (
     "keep the optimizer's count of steps in FP32 or as an integer: a new tensor has the default dtype (set_default_dtype), and"
     " BF16 holds no 257; no cast changes it"
 )
+#: Learning rate of each weight, at each sampled step at which it moved.
+_RATES = "SELECT module, step, lr FROM updates WHERE lr > 0 AND num_moved > 0 ORDER BY module, step"
+_RATE = (
+    "check that the scheduler sets every parameter group (optimizer.param_groups), those that were added after it was made among"
+    " them; none if this learning rate is meant to stand; no cast changes it"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class UpdatesRoundedAway(Rule):
         step-count-stands: the count of steps that Adam keeps, and corrects the bias of its moments by, is the same at all sampled
         steps from one on, though the optimizer moves the weight at each of them: a count in BF16 ends at 256, one in FP16 at
         2048. Information where that changes no update by more than min_count_factor.
+        learning-rate-stands, information: the learning rate of a weight is the same at all its sampled steps, while that of most
+        other weights changes at these steps: a parameter group that the scheduler does not know.
         weight-not-updated: no element of a weight in FP32 moved in any sampled step, though it has a gradient, its updates are
         large enough for FP32, and the same optimizer moves other weights.
 
@@ -91,9 +99,11 @@ class UpdatesRoundedAway(Rule):
         - min_steps 3: sampled steps with updates. No published basis.
         - min_count_factor 1.01: of step-count-stands, sqrt(1 - beta2^t) / (1 - beta1^t) at the number of steps that it should be,
           over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
+        - min_rate_change 2, min_steps: of learning-rate-stands, largest learning rate over the smallest, of most weights, at the
+          steps at which the other stands; its sampled steps. No published basis.
         - weight-not-updated needs an update of 2^-23 of the weight by RMS at least, the distance of two FP32 values: that of the
           formula, or learning rate times gradient.
-        - Automodel #3444, ao #1124 and #4915, MS-AMP #112; numerics.md, 5.
+        - Automodel #3444, ao #1124 and #4915, MS-AMP #112, pytorch #79888; numerics.md, 5.
     """
 
     code = "F135"
@@ -112,6 +122,7 @@ class UpdatesRoundedAway(Rule):
     min_moved: float = 0.01
     min_steps: int = 3
     min_count_factor: float = 1.01
+    min_rate_change: float = 2.0
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -121,6 +132,7 @@ class UpdatesRoundedAway(Rule):
         """Return one finding per weight whose updates are lost."""
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
         yield from self._standing(run, places)
+        yield from self._standing_rates(run, places)
         rows = run.sql(f"SELECT {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
@@ -174,6 +186,32 @@ class UpdatesRoundedAway(Rule):
         yield Finding(code=self.code, name="step-count-stands", severity=Severity.WARNING if is_harmful else Severity.INFO,
                       steps=(begin, end), ranks=tuple(run.ranks), value=factor, threshold=self.min_count_factor,
                       message=message, cure=_COUNT)  # fmt: skip
+
+    def _standing_rates(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the weights whose learning rate stands while that of most others is scheduled."""
+        rates: dict[str, dict[int, float]] = {}
+        for row in run.sql(_RATES).to_pylist():
+            rates.setdefault(row["module"], {})[row["step"]] = row["lr"]
+        standing = {name: own for name, own in rates.items() if len(own) >= self.min_steps and len(set(own.values())) == 1}
+        if not standing or 2 * len(standing) >= len(rates):
+            return
+        for name in sorted(standing, key=lambda name: (places.get(name, 0), name)):
+            own = standing[name]
+            others = [
+                [rate for step, rate in other.items() if step in own] for key, other in rates.items() if key not in standing
+            ]
+            changed = [other for other in others if other and max(other) >= self.min_rate_change * min(other)]
+            if 2 * len(changed) <= len(rates):
+                continue
+            begin, end = min(own), max(own)
+            message = (
+                f"the learning rate of {name} is {own[begin]:.3g} at all its {len(own)} sampled steps from step {begin} to {end},"
+                f" as of {len(standing)} of {len(rates)} weights, while that of others goes from {changed[0][0]:.3g} to"
+                f" {changed[0][-1]:.3g}: a parameter group that the scheduler does not set"
+            )
+            yield Finding(code=self.code, name="learning-rate-stands", severity=Severity.INFO, module=name, steps=(begin, end),
+                          ranks=tuple(run.ranks), value=max(changed[0]) / min(changed[0]), threshold=self.min_rate_change,
+                          message=message, cure=_RATE, call_index=places.get(name, 0))  # fmt: skip
 
     def _left_out(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding:
         """Return the finding of a weight that never moves though it has a gradient."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ from fp8debug.types import Gemm, not_observed, not_observed_code
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES = (
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES, _UNHELD = (
     *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined", "uses"),
+    "unheld",
 )
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
@@ -27,16 +28,20 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
-          _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted"}  # fmt: skip
+          _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
 _SAME = 1e-6
+#: Relative difference of sums over a weight that did not move: of FP64 sums, with a wide margin.
+_EQUAL = 1e-9
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
     _NEVER: "check whether the backward pass computes wgrad for this weight and where it writes it (a grouped or delayed wgrad"
     " that nobody runs); freeze the weight (requires_grad False) where none is meant",
+    _UNHELD: "make the optimizer of the parameters that the model has when it trains (sharding, a conversion or to_empty replaces"
+    " them), and check its groups; freeze the weight (requires_grad False) where none is meant",
     _EMPTY: "check what empties weight.grad or main_grad before the optimizer reads it (zero_grad ahead of step), and whether"
     " the fused backward writes into the buffer that the optimizer reads",
     _SINCE: "empty the gradient (zero_grad, zero_grad_buffer) once a step, after the optimizer's step and before the first"
@@ -58,6 +63,13 @@ _CURES = {
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
     " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
 }
+#: Words of the kinds that have no figure, between "the optimizer" and "of" a module.
+_TEXTS = {
+    _EMPTY: "gets a weight.grad of zeros, though wgrad gave a gradient, for the weight",
+    _ABSENT: "gets no weight.grad, though wgrad gave a gradient, and does not move the weight",
+    _NEVER: "gets no weight.grad, as no wgrad ran, and does not move the weight",
+    _UNHELD: "never steps with a parameter to which wgrad gave a gradient, and which nothing moves: the weight",
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,9 @@ class GradientLost(Rule):
         gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just
         before), gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while
         others move), gradient-never-computed (the same where no wgrad ran for a weight that requires a gradient),
+        gradient-without-optimizer (no step of an optimizer has the weight, which has a gradient and stands to the last digit,
+        while other weights are updated; information where none of these runs before it, as of a program that trains its last
+        layers alone),
         gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied weight.grad
         between them: a program that does may join the gradients of two losses as it likes),
         gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
@@ -123,9 +138,11 @@ class GradientLost(Rule):
           smallest. Both are of samples of the elements, 3 % apart in RMS [measured]; of queries and keys, whose gradients are
           in few rows, 0.4 to 1.4 times [measured, examples/demo.py]. The gain is therefore asked for beyond the
           largest such ratio below 1, inverted, of any module and step. No published basis.
+        - gradient-without-optimizer: min_empty_steps sampled steps; the sums of the weight differ by 1e-9 of their size at most.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
-        - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839, pytorch #180952.
+        - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839, pytorch #180952 and
+          #149205.
     """
 
     code = "F149"
@@ -190,6 +207,7 @@ class GradientLost(Rule):
         known = {module for modules in found.values() for module in modules}
         yield from self._scaled(run, [row for row in rows if row["sum_since2"] is not None], places)
         yield from self._without(run, known, places)
+        yield from self._unheld(run, places)
         yield from self._of_one_use(run, known | outside, places)
         yield from self._joined(run, known | outside, places)
 
@@ -371,6 +389,32 @@ class GradientLost(Rule):
             shown = {name: own for name, own in still.items() if len(own) >= self.min_empty_steps}
             yield from self._finding(run, _NEVER, shown, places)
 
+    def _unheld(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of weights that have gradients, that no optimizer's step had, and that stand while others move."""
+        query = (
+            "SELECT w.module AS module, g.step AS step FROM"
+            " (SELECT module FROM raw WHERE reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight' AND sum_x2 > 0"
+            " GROUP BY module HAVING max(amax) = min(amax) AND max(numel) = min(numel)"
+            f" AND max(sum_x2) - min(sum_x2) <= {_EQUAL} * max(sum_x2)"
+            f" AND max(sum_x) - min(sum_x) <= {_EQUAL} * sqrt(max(sum_x2) * max(numel))) w JOIN"
+            " (SELECT DISTINCT module, step FROM raw WHERE actual AND tensor = 'grad_weight' AND reference = 'shadow'"
+            f" AND sum_y2 > 0 AND num_nan + num_inf = 0 AND num_zero <= {1 - self.min_nonzero_rate} * numel) g"
+            " ON g.module = w.module WHERE w.module NOT IN (SELECT DISTINCT module FROM updates)"
+            " ORDER BY w.module, g.step"
+        )
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in run.sql(query).to_pylist():
+            rows.setdefault(row["module"], []).append(row)
+        moved = [row["module"] for row in run.sql("SELECT DISTINCT module FROM updates WHERE num_moved > 0").to_pylist()]
+        shown = {name: own for name, own in rows.items() if len(own) >= self.min_empty_steps}
+        if moved:
+            first = min(places.get(name, 0) for name in moved)
+            inner = {name: own for name, own in shown.items() if places.get(name, 0) > first}
+            yield from self._finding(run, _UNHELD, inner, places)
+            outer = {name: own for name, own in shown.items() if name not in inner}
+            for finding in self._finding(run, _UNHELD, outer, places):
+                yield replace(finding, severity=Severity.INFO)
+
     def _has_none(self, row: Mapping[str, Any], kind: str) -> bool:
         """Return whether an optimizer gets a gradient of zeros, in part or in whole, or none while the weight stands still."""
         if kind == _EMPTY:
@@ -385,6 +429,7 @@ class GradientLost(Rule):
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
         severity = {_ABSENT: Severity.WARNING, _USES: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING,
+                    _UNHELD: Severity.WARNING,
                     _MASKED: Severity.INFO, _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
         others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
         for module, ill in shown.items():
@@ -398,12 +443,8 @@ class GradientLost(Rule):
 
     def _told(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
         """Return value, threshold and words of a way in which a gradient is lost."""
-        if kind == _EMPTY:
-            return 0.0, 0.0, "gets a weight.grad of zeros, though wgrad gave a gradient, for the weight"
-        if kind == _ABSENT:
-            return 0.0, 0.0, "gets no weight.grad, though wgrad gave a gradient, and does not move the weight"
-        if kind == _NEVER:
-            return 0.0, 0.0, "gets no weight.grad, as no wgrad ran, and does not move the weight"
+        if kind in _TEXTS:
+            return 0.0, 0.0, _TEXTS[kind]
         if kind == _MASKED:
             lost = 1 - row["num_grad"] / row["num_sampled"]
             text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none, for the weight"

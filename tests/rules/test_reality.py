@@ -26,6 +26,7 @@ QUICK = (
     *("unwritten_scales_of_padding", "history_lost_on_resume", "moments_lost_on_resume"),
     *("gate_and_up_excluded_in_rollout", "cast_after_an_export_in_bf16"),
     *("stale_placeholder", "gradient_of_an_empty_group", "one_use_counted_twice", "transpose_unpacked_first"),
+    *("a_step_before_the_scalers", "parameters_replaced", "learning_rate_of_a_late_group", "masked_whole"),
     *("clipped_before_they_are_unscaled", "fp16_without_a_loss_scale", "second_moment_rounds_to_zero"),
 )
 

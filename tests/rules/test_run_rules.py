@@ -263,6 +263,32 @@ def test_gradients_among_the_subnormals_of_fp16(tmp_path: Path, has_scale: bool)
 
 
 @pytest.mark.parametrize(
+    ("multiple", "scale", "changes", "is_found"),
+    [
+        (1.0, 65536.0, {}, True),
+        (0.7, 65536.0, {}, True),  # of two steps, one with them and one without
+        (1 / 65536, 65536.0, {}, False),  # divided by it
+        (32 / 65536, 65536.0, {}, False),  # and summed over ranks
+        (1.0, 1.0, {}, False),  # no loss scale in effect
+        (1.0, 65536.0, {"sum_moment2": 8192 * (0.2 / 65536) ** 2}, False),  # a fused kernel that divides them itself
+        (1.0, 65536.0, {"sum_moment2": None, "beta1": None, "sum_update2": 8192 * 3e-4**2}, True),  # SGD
+        (1.0, 65536.0, {"sum_moment2": None, "beta1": None, "sum_update2": 8192 * (3e-4 / 65536) ** 2}, False),
+    ],
+)
+def test_a_step_with_gradients_that_are_still_scaled(
+    tmp_path: Path, multiple: float, scale: float, changes: dict[str, Any], is_found: bool
+) -> None:
+    given = {"sum_grad2": 8192.0, "sum_given2": 1.0, "sum_passes2": 1 / multiple**2, "sum_given_passes": 1 / multiple,
+             "sum_moment2": 8192 * 0.2**2}  # fmt: skip
+    run = build(tmp_path / "run", steps=sick.scales(lambda step: scale), updates=lambda step, module: {**given, **changes})
+    found = [f for f in triage(run, select=["F126"]) if f.name == "stepped-while-scaled"]
+    assert [f.severity for f in found] == ([Severity.WARNING] if is_found else [])
+    if is_found:
+        assert f"{multiple:.2g} times the gradients of wgrad at 10 sampled steps" in found[0].message
+        assert found[0].cure.startswith("let the scaler take the optimizer's step")
+
+
+@pytest.mark.parametrize(
     ("factor", "limit", "is_found"),
     [
         (1e-5, 1.0 / 65536, True),
@@ -454,6 +480,43 @@ def test_a_weight_whose_backward_pass_has_no_wgrad(
     )  # fmt: skip
     named = [(f.code, f.module, f.severity) for f in findings if f.name == "gradient-never-computed"]
     assert named == ([("F149", sick.CULPRIT, Severity.WARNING)] if is_named else [])
+
+
+@pytest.mark.parametrize(
+    ("held", "moves", "severity"),
+    [
+        (lambda module: module != sick.CULPRIT, False, Severity.WARNING),  # an optimizer of parameters that were replaced since
+        (lambda module: module != sick.CULPRIT, True, None),  # by what is no torch optimizer
+        (lambda module: module == MODULES[-1][0], False, Severity.INFO),  # a program that trains its last layer alone
+        (lambda module: False, False, None),  # nothing is known of optimizers
+    ],
+)
+def test_a_weight_that_no_optimizer_has(tmp_path: Path, held: Any, moves: bool, severity: Severity | None) -> None:
+    size = {"sum_x": 1.0, "sum_x2": 26.0, "amax": 0.1}
+    still = [Override(module=sick.CULPRIT, gemm="fprop", tensor="weight", reference="operand", slots=size)]
+    run = build(tmp_path / "run", overrides=[] if moves else still, updates=lambda step, module: {} if held(module) else None)
+    found = [f for f in triage(run, select=["F149"]) if f.name == "gradient-without-optimizer"]
+    assert [(f.module, f.severity) for f in found] == ([(sick.CULPRIT, severity)] if severity else [])
+    if severity:
+        assert "never steps with a parameter to which wgrad gave a gradient" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("rate", "culprits", "names"),
+    [
+        (lambda step, stands: 3e-4 if stands else 3e-4 * (1 - step / 100), [sick.CULPRIT], [sick.CULPRIT]),
+        (lambda step, stands: 3e-4 * (1 - step / 100), [sick.CULPRIT], []),  # one schedule
+        (lambda step, stands: 1e-3 if stands else 3e-4, [sick.CULPRIT], []),  # no schedule
+        (lambda step, stands: 0.0 if stands else 3e-4 * (1 - step / 100), [sick.CULPRIT], []),  # frozen
+        (lambda step, stands: 3e-4 if stands else 3e-4 * (1 - step / 100), [name for name, *_ in MODULES[:-1]], []),
+    ],
+)
+def test_a_learning_rate_that_stands(tmp_path: Path, rate: Any, culprits: list[str], names: list[str]) -> None:
+    run = build(tmp_path / "run", updates=lambda step, module: {"lr": rate(step, module in culprits)})
+    found = [f for f in triage(run, select=["F135"]) if f.name == "learning-rate-stands"]
+    assert [(f.module, f.severity) for f in found] == [(name, Severity.INFO) for name in names]
+    if found:
+        assert f"is 0.0003 at all its 10 sampled steps from step 0 to 90, as of 1 of {len(MODULES)} weights" in found[0].message
 
 
 def test_weights_that_a_reload_took_from_fp8_values(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ without the fault it lies there by chance only.
 
 Clipping to a norm of c multiplies g by c / |g|. A program that clips S g before it divides by S steps with a gradient of norm
 c / S in place of c, and its clipping factor is c / (S |g|).
+
+A program that steps before it divides gives the optimizer S g, as wgrad gave it. Where the optimizer divides (a fused kernel that
+gets the scale), weight.grad is S g too, but its first moment, or the update of SGD, is of g: smaller by S.
 """
 
 from __future__ import annotations
@@ -92,6 +95,57 @@ class ClippingLimits:
     max_norm: float
     limits: tuple[float, float]
     min_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteppedWhileScaled:
+    """Gradients that were still multiplied by the loss scale when the optimizer stepped.
+
+    Attributes:
+        steps: sampled steps, all of those that have a loss scale.
+        scale: loss scale, the median.
+        multiple: of wgrad's gradients that the optimizer got, the median; the inverse of the loss scale where all is right.
+    """
+
+    steps: tuple[int, ...]
+    scale: float
+    multiple: float
+
+
+def stepped_while_scaled(run: Run, min_scale: float, min_steps: int) -> SteppedWhileScaled | None:
+    """Return the gradients that no one divided by the loss scale before the optimizer stepped; None where nothing shows it.
+
+    Both limits lie halfway, as log2, between a gradient that was divided by the scale S and one that was not: 1 / sqrt(S).
+
+    Args:
+        run: the run.
+        min_scale: loss scale from which these two are far apart.
+        min_steps: sampled steps that have such a scale and known gradients.
+    """
+    scales = {step: scale for step, scale in _noted(run, "loss_scale").items() if scale >= min_scale}
+    _, inverses = _sampled_gradients(run)
+    steps = tuple(step for step in inverses if step in scales)
+    if len(steps) < min_steps or any(inverses[step] > math.sqrt(scales[step]) for step in steps):
+        return None
+    used = _used_of_given(run)
+    known = [used[step] * math.sqrt(scales[step]) for step in steps if step in used]
+    if not known or median(known) < 1:
+        return None
+    scale = median(scales[step] for step in steps)
+    return SteppedWhileScaled(steps=steps, scale=scale, multiple=1 / median(inverses[step] for step in steps))
+
+
+def _used_of_given(run: Run) -> dict[int, float]:
+    """Return by sampled step the RMS of the first moment, or of SGD's update, over that of the gradients."""
+    query = (
+        "SELECT step, CASE WHEN sum_moment2 IS NOT NULL THEN sum_moment2 / sum_grad2 ELSE sum_update2 / (lr * lr * sum_grad2) END"
+        " AS used2 FROM updates WHERE sum_grad2 > 0 AND (sum_moment2 IS NOT NULL OR lr > 0) ORDER BY step, module"
+    )
+    found: dict[int, list[float]] = {}
+    for row in run.sql(query).to_pylist():
+        if _is_positive(row["used2"]):
+            found.setdefault(row["step"], []).append(math.sqrt(row["used2"]))
+    return {step: median(values) for step, values in found.items()}
 
 
 def clipped_while_scaled(run: Run, limits: ClippingLimits) -> ClippedWhileScaled | None:

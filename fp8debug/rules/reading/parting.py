@@ -95,7 +95,11 @@ def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float
         return Parting(module=None, tensor=None, why=why)
     if part == "weight" and not _is_scale(modules[name], part) and len(same) + 1 > max(1.0, max_alike * len(known)):
         why = f"the weights of {len(same) + 1} of {len(known)} modules differ, first {name}: they were not synchronized"
-        return Parting(module=None, tensor=None, why=why, cure="synchronize the weights before inference, or load this step's")
+        cure = (
+            "synchronize the weights before inference, or load this step's; where inference has a moving average of the weights,"
+            " which differs from them, check that it moves: in BF16 what a step adds to it rounds away, in FP32 it does not"
+        )
+        return Parting(module=None, tensor=None, why=why, cure=cure)
     found = _explained(name, names.index(name), modules[name])
     more = f"; so {'is that' if len(same) == 1 else 'are those'} of {len(same)} more" if same else ""
     return replace(found, why=found.why + more)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -272,3 +273,19 @@ def second_moment_rounds_to_zero(folder: Path) -> None:
         other = torch.optim.AdamW(again.parameters(), lr=2e-3)
         other.load_state_dict(saved)
         train(again, folder / name, steps=24, every=2, optimizer=other, resume_from=36)
+
+
+@situation(
+    13, "verl-project/verl#7834",
+    "materializing a sharded model gives each name its own storage: the head is no longer the embedding that it is meant to be",
+    first="silent", modules=("head", "embed"), words=("tied", "tie_word_embeddings", "share"),
+    misleading=("smooth", "eps", "scale_rounding", "learning rate", "optimizer"),
+)  # fmt: skip
+def tie_lost(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        model.head.weight = model.embed.weight
+        vars(model)["config"] = SimpleNamespace(tie_word_embeddings=True)
+        if name == "sick":
+            model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        train(model, folder / name)

@@ -20,6 +20,7 @@ from tests.bench.situations.stack import (
     Cast,
     InInputType,
     Model,
+    _Product,
     batch,
     cross_entropy,
     train,
@@ -442,3 +443,64 @@ def fp16_without_a_loss_scale(folder: Path) -> None:
             p.grad.div_(scale)
 
     train(model, folder / "clean", loss_of=lambda out, classes: mean(out, classes) * scale, after_backward=unscale)
+
+
+class _CachedCopy(BlockLinear):
+    """A Linear that keeps a BF16 copy of its weight until the step ends, as an autocast does until it is left."""
+
+    is_safe = False
+    copy: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.copy is None or (self.is_safe and torch.is_grad_enabled()):
+            self.copy = self.weight.bfloat16()
+        out: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), self.copy.float(), self)
+        return out.reshape(*x.shape[:-1], len(self.weight))
+
+
+@situation(
+    13, "pytorch/pytorch#112583",
+    "a pass without gradients fills the autocast's cache of weights: the pass with gradients takes copies that have no history",
+    first="right", codes=("F135", "F143", "F149"), words=("gradient",),
+    misleading=("smooth", "eps", "scale_rounding", "master", "loss scal"),
+)  # fmt: skip
+def cached_without_a_history(folder: Path) -> None:
+    class Safe(_CachedCopy):
+        is_safe = True
+
+    for name, linear in (("sick", _CachedCopy), ("clean", Safe)):
+        model = Model(linear)
+
+        def evaluate(step: int, model: Model = model) -> None:
+            for module in model.modules():
+                if isinstance(module, _CachedCopy):
+                    module.copy = None
+            with torch.no_grad():
+                model(batch(step)[0])
+
+        train(model, folder / name, before=evaluate)
+
+
+@situation(
+    13, "IAHispano/Applio#860",
+    "the optimizer steps with gradients that are still multiplied by the loss scale, before the scaler takes its own step",
+    first="silent", codes=("F126", "F127", "F134", "F149"), words=("loss scale",), misleading=("smooth", "amax", "bf16"),
+)  # fmt: skip
+def a_step_before_the_scalers(folder: Path) -> None:
+    scale = 2.0**16
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with fp8debug.watch(model, folder / name, every=2) as watch:
+            for step in range(32):
+                tokens, classes = batch(step)
+                loss = cross_entropy(model(tokens), classes)
+                (loss * scale).backward()
+                if name == "sick":
+                    optimizer.step()
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.div_(scale)
+                optimizer.step()
+                optimizer.zero_grad()
+                watch.step(loss=loss, loss_scale=scale)

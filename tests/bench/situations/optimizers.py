@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,44 @@ def count_of_steps_saturates(folder: Path) -> None:
     for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
         model = Model()
         train(model, folder / name, steps=400, every=20, optimizer=_AdamW(model.parameters(), 5e-4, dtype))
+
+
+@situation(
+    13, "pytorch/pytorch#149205",
+    "sharding replaces parameters after the optimizer took them: it steps with tensors that the model no longer has",
+    first="silent", modules=("blocks.1.gate", "blocks.1.up", "blocks.1.down"), codes=("F135", "F149"), words=("optimizer",),
+    misleading=("smooth", "eps", "master", "stochastic", "learning rate"),
+)  # fmt: skip
+def parameters_replaced(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        if name == "sick":
+            for module in model.blocks[1].modules():
+                if isinstance(module, BlockLinear):
+                    module.weight = nn.Parameter(module.weight.detach().clone())
+        train(model, folder / name, optimizer=optimizer)
+
+
+@situation(
+    13, "pytorch/pytorch#79888",
+    "the scheduler knows the groups of its first step alone: layers that are unfrozen later keep their first learning rate",
+    first="silent", modules=("blocks.1.gate", "blocks.1.up", "blocks.1.down"), words=("learning rate",),
+    misleading=("smooth", "amax", "scale_rounding", "bf16", "loss scal"),
+)  # fmt: skip
+def learning_rate_of_a_late_group(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        late = list(model.blocks[1].requires_grad_(False).parameters())
+        first = [p for p in model.parameters() if not any(p is one for one in late)]
+        optimizer = torch.optim.AdamW(first, lr=4e-3)
+
+        def before(step: int, name: str = name, late: Any = late, optimizer: Any = optimizer) -> None:
+            if step == 8:
+                optimizer.add_param_group({"params": late, "lr": 4e-3})
+                for p in late:
+                    p.requires_grad_(True)
+            for group in optimizer.param_groups[: 1 if name == "sick" else None]:
+                group["lr"] = 4e-3 * 0.5 * (1 + math.cos(math.pi * step / 48))
+
+        train(model, folder / name, steps=48, every=3, optimizer=optimizer, before=before)

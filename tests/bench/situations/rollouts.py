@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
     Model,
+    batch,
     rollouts,
+    train,
 )
 
 
@@ -197,3 +201,34 @@ def rotary_frequencies_in_bf16(folder: Path) -> None:
 
     rollouts(folder / "sick", keep, block=_Rotary)
     rollouts(folder / "clean", lambda engine: None, block=_Rotary)
+
+
+@situation(
+    13, "d8ahazard/sd_dreambooth_extension#1415",
+    "the average of the weights that inference uses is kept in BF16: what a step adds to it rounds away, and it stands still",
+    first="false alarm", codes=("F122",), words=("older", "synchron", "stand", "earlier"),
+    misleading=("smooth", "eps", "learning rate"),
+)  # fmt: skip
+def average_in_bf16(folder: Path) -> None:
+    for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
+        averages: dict[str, Tensor] = {}
+        model = Model(nn.Linear)
+        fp8debug.convert(model, "blockwise", overrides={"head": None})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+
+        def after(step: int, watch: Any, model: Any = model, averages: Any = averages, dtype: Any = dtype) -> None:
+            for key, value in model.state_dict().items():
+                average = averages.setdefault(key, value.to(dtype, copy=True))
+                average.mul_(0.99).add_(value.to(dtype), alpha=0.01)
+            if (step + 1) % 100 == 0:
+
+                def average_of(tokens: Tensor) -> Tensor:
+                    other = copy.deepcopy(model)
+                    other.load_state_dict(averages)
+                    with torch.no_grad():
+                        out: Tensor = other(tokens)
+                    return out
+
+                watch.compare_inference(batch(999)[0], inference=average_of)
+
+        train(model, folder / name, steps=400, every=50, optimizer=optimizer, after=after)
