@@ -107,7 +107,8 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
         made, rows = plan_for(x)(x)
         assert rows is not None
         slots = [value for row in rows for value in slots_of(row).values()]
-        return [part.view(torch.uint8) for pair in made for part in pair] + slots
+        codes, scales = zip(*made, strict=True)
+        return [*(part.view(torch.uint8) for part in codes), *scales, *slots]
 
     first = look()
     check(x)
