@@ -25,7 +25,7 @@ from fp8debug.types import OPERAND_SITES, Gemm, Quantized, TensorRole
 
 #: What an option such as ``tensor`` may name, and options whose whole numbers begin at 0.
 OPERAND_NAMES = tuple(dict.fromkeys(str(tensor) for _, tensor in OPERAND_SITES))
-NUMBERED_FROM_0 = ("rank", "from_microbatch")
+NUMBERED_FROM_0 = ("rank", "from_microbatch", "fill")
 
 Key = tuple[Gemm, TensorRole]
 Ordinary = Callable[[Tensor, "Cast | None"], Operand]

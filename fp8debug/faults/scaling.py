@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8debug.errors import UsageError
 from fp8debug.faults.base import FAULTS, FORWARD, INPUT, Fault, Ordinary, Target, distort, quantized, undo_all
+from fp8debug.formats import FORMATS
 from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import Operand, finite_amax, quantize
 from fp8debug.recipes import Cast
@@ -59,6 +61,37 @@ def _zero_tile(where: Target) -> Callable[[], None]:
     return undo_all(hook.remove, undistort)
 
 
+def _unwritten_padding(where: Target) -> Callable[[], None]:
+    """Make rows of the input padding at all steps, whose codes stay what the buffer held from ``step`` on."""
+    cast, rows, fill = where.linear.recipe.casts[INPUT], int(where.options["rows"]), int(where.options["fill"])
+    if cast is None or cast.granularity == "tensorwise" or FORMATS[cast.format].bits != 8 or fill > 255:
+        raise UsageError(f"unwritten_padding needs an 8-bit cast with several scales and fill from 0 to 255, got {cast}, {fill}")
+
+    def pad(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        keep = torch.ones(args[0].shape[:-1], device=args[0].device, dtype=args[0].dtype)
+        keep.view(-1)[:rows] = 0
+        return (args[0] * keep.unsqueeze(-1), *args[1:])
+
+    def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:
+        q, cast = quantized(ordinary(x, cast))
+        data = q.data.clone()
+        data.view(torch.uint8)[(x == 0).all(-1)] = fill
+        return Quantized(data, q.scale_inv), cast
+
+    return undo_all(where.module.register_forward_pre_hook(pad).remove, distort(where, change, INPUT))
+
+
+def _empty_history(where: Target) -> Callable[[], None]:
+    """Scale the input by the largest amax of a history in which no call notes its own: by 0."""
+
+    def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:
+        cast = Cast(format=cast.format)
+        history = torch.zeros(int(options["history"]), device=x.device)
+        return quantize(x, cast, history.amax() / FORMATS[cast.format].max), cast
+
+    return distort(where, change, INPUT, configured=True)
+
+
 def _scale_floor(where: Target) -> Callable[[], None]:
     def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:
         return ordinary(x, replace(cast, scale_rounding="pow2_floor"))
@@ -105,6 +138,20 @@ for _fault in (
         description="padding rows of zeros under a kernel without amax eps: 0/0 gives NaN (lmdeploy #3652)",
         options={"rows": 1},
         plant=_zero_tile,
+    ),
+    Fault(
+        name="unwritten_padding",
+        code="F103",
+        description="the cast skips rows of padding: their codes are what lay in the buffer (TransformerEngine #2547's class)",
+        options={"rows": 1, "fill": 127},
+        plant=_unwritten_padding,
+    ),
+    Fault(
+        name="empty_history",
+        code="F113",
+        description="a delayed scale from an amax history that is empty after a resume, and that nothing fills: it is 0",
+        options={"history": 16},
+        plant=_empty_history,
     ),
     Fault(
         name="e8m0_floor",

@@ -40,7 +40,7 @@ def row(trial: Trial, outcome: Outcome) -> str:
     """Return a trial as a row of the documentation's table."""
     losses = " / ".join(_number(loss, digits=3) for loss in outcome.losses)
     noise = " / ".join(_number(db) for db in outcome.sqnr_db)
-    fault = trial.fault or "BF16 weights"
+    fault = trial.fault or trial.made
     return f"| {trial.code} | {fault} | {trial.cure} | {losses} | {noise} | {'yes' if outcome.helps else 'no'} |"
 
 

@@ -47,6 +47,7 @@ ONLY_RECIPES = {
     "scale_grid": ("blockwise", "blockwise_pow2"),  # the others have one scale a tensor or row
     "double_quantization": ("blockwise", "rowwise"),  # harmless with power-of-two scales, no difference tensorwise
     "recompute_scale": ("blockwise", "blockwise_pow2"),
+    "unwritten_padding": ("blockwise", "blockwise_pow2", "rowwise"),  # the others have no scale of padding alone
     **dict.fromkeys(
         ("stochastic_zeros", "stochastic_nearest", "stochastic_biased", "stochastic_repeats", "fp4_not_on"), ("nvfp4", "mxfp4")
     ),
@@ -61,7 +62,7 @@ LOW_BIT_FAULTS = {
     *("stale_tensor_scale", "block_scale_range", "swizzled_scales", "last_layers_in_fp4", "max_240_as_448"),
 }
 #: Faults that act from the first step, whatever step they are planted at.
-AT_ONCE = ("last_layers_in_fp4", "unconverted", "router_in_fp8", "unasked_fp8", "lr_too_high")
+AT_ONCE = ("last_layers_in_fp4", "unconverted", "router_in_fp8", "unasked_fp8", "lr_too_high", "clipped_while_scaled")
 RANKED = ("rank_scale",)
 #: Faults planted in a module whose rule compares whole models.
 NO_LAYER = ("stale_inference",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import fp8debug
 from fp8debug.errors import UsageError
 
 WORDS, LENGTH, ROWS = 64, 32, 8
+#: Faults of one step, before which the run is resumed.
+OF_ONE_STEP = ("lost_second_moment", "emptied_moments")
 
 
 class Mixer(nn.Module):
@@ -167,15 +170,19 @@ def plan(case: Case) -> Plan:
     at = 0 if slow else every * draw.randint(6 // every, 12 // every) + draw.randint(0, every - 1)
     if case.fault == "data_spike":
         at = 24 + draw.randint(0, 5)
+    if case.fault in OF_ONE_STEP:
+        at -= at % every  # a step between samples leaves no trace of its own
+    if case.fault == "clipped_while_scaled":
+        at = 0
     return Plan(
         every=every,
         num_microbatches=draw.choice((4, 6)) if needs_many else draw.choice((1, 1, 2)),
         lr=draw.choice((1e-3, 3e-3)),
         warmup=0 if slow else draw.choice((0, 5)),
-        clip=draw.choice((None, 1.0)),
+        clip=None if draw.choice((None, 1.0)) is None or case.fault == "clipped_while_scaled" else 1.0,
         recompute=draw.random() < 0.25,
         dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16)),
-        loss_scale=case.fault == "loss_scale_loop" or draw.random() < 0.2,
+        loss_scale=case.fault in ("loss_scale_loop", "clipped_while_scaled") or draw.random() < 0.2,
         depth=5 if case.fault == "depth_outliers" else 2,
         steps=max(16, at + (14 if case.fault == "loss_scale_loop" else 5 * every)),
         at=at,
@@ -240,8 +247,12 @@ def train(case: Case, path: Path) -> str | None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr)
     ranked = distributed.is_initialized()
     scale = 2.0**12
-    with fp8debug.watch(model, path, every=chosen.every, optimizer=optimizer) as watch:
+    with ExitStack() as watches:
         for step in range(chosen.steps):
+            if step == 0 or (step == chosen.at and case.fault in OF_ONE_STEP):
+                watches.close()
+                beginning = fp8debug.watch(model, path, every=chosen.every, optimizer=optimizer, resume_from=step or None)
+                watch = watches.enter_context(beginning)
             for group in optimizer.param_groups:
                 group["lr"] = chosen.lr * min(1.0, (step + 1) / (chosen.warmup + 1))
             total = torch.zeros(())

@@ -252,6 +252,101 @@ def test_a_second_moment_that_underflows_is_named(tmp_path: Path) -> None:
     assert "second moments are 0 under gradients that are not" in findings[0].message
 
 
+def test_rows_of_padding_that_no_cast_writes_are_named(tmp_path: Path) -> None:
+    for name, fill in (("cleared", 0), ("sick", 127)):
+        model = net()
+        fp8debug.inject(model, "unwritten_padding", module="blocks.1.down", step=AT, fill=fill)
+        findings = judged(tmp_path / name, model)
+        assert [(f.code, f.name, f.module, f.steps[0]) for f in findings] == (
+            [("F103", "nonfinite-unwritten", "blocks.1.down", AT)] if fill else []
+        )
+    with pytest.raises(UsageError, match="needs an 8-bit cast with several scales and fill from 0 to 255"):
+        fp8debug.inject(net("tensorwise_current"), "unwritten_padding", module="blocks.1.down")
+
+
+def test_a_scale_from_an_empty_history_is_named(tmp_path: Path) -> None:
+    model = net()
+    fp8debug.inject(model, "empty_history", module="blocks.1.down", step=AT)
+    (finding,) = judged(tmp_path / "run", model)
+    assert (finding.code, finding.module, finding.steps[0]) == ("F113", "blocks.1.down", AT)
+    assert "its scale_inv is 0, made from an amax of zero" in finding.message
+
+
+@pytest.mark.parametrize("bits", [3, 24])
+def test_a_count_of_steps_that_stands_is_named(tmp_path: Path, bits: int) -> None:
+    model = net()
+    injection = fp8debug.inject(model, "standing_count", step=AT, bits=bits)
+    findings = judged(tmp_path / "run", model, steps=28)
+    injection.remove()
+    assert [(f.code, f.name, f.severity, f.module) for f in findings] == (
+        [("F135", "step-count-stands", "warning", None)] if bits < 24 else []
+    )
+
+
+def test_removing_it_restores_the_count_of_steps() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    injection = fp8debug.inject(model, "standing_count")
+    train(model, 14, optimizer)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {8.0}
+    injection.remove()
+    injection.remove()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {14.0}
+    fp8debug.inject(model, "standing_count")
+    with pytest.raises(UsageError, match="standing_count needs an optimizer with the state step, got SGD"):
+        train(model, 1, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+
+@pytest.mark.parametrize("log2_smallest", [8.0, 126.0])
+def test_a_second_moment_lost_in_a_checkpoint_is_named(tmp_path: Path, log2_smallest: float) -> None:
+    model = net()
+    fp8debug.inject(model, "lost_second_moment", step=24, log2_smallest=log2_smallest)
+    findings = [f for f in judged(tmp_path / "run", model, steps=30) if f.severity > "info"]
+    assert [(f.code, f.name, f.steps[0]) for f in findings] == (
+        [("F127", "updates-out-of-size", 24)] if log2_smallest < 24 else []
+    )
+    assert not findings or "(a second moment lost)" in findings[0].message
+
+
+def resumed(path: Path, model: nn.Module) -> Findings:
+    """Train in two parts, of which the second one is resumed at step AT."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for start in (0, AT):
+        with fp8debug.watch(model, path, every=EVERY, what_if=(), optimizer=optimizer, resume_from=start or None) as watch:
+            train(model, AT, optimizer, after=lambda _, loss, watch=watch: watch.step(loss=loss))  # type: ignore[misc]  # bound now
+    return fp8debug.triage(path)
+
+
+def test_moments_that_a_resume_did_not_load_are_named(tmp_path: Path) -> None:
+    assert resumed(tmp_path / "healthy", net()) == []
+    model = net()
+    fp8debug.inject(model, "emptied_moments", step=AT)
+    (finding,) = resumed(tmp_path / "sick", model)
+    assert (finding.code, finding.name, finding.steps) == ("F150", "moments-begin-anew", (AT, AT))
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 1.0])
+def test_gradients_clipped_before_they_are_unscaled_are_named(tmp_path: Path, scale: float) -> None:
+    model = net()
+    fp8debug.inject(model, "clipped_while_scaled")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fp8debug.watch(model, tmp_path / "run", every=EVERY, what_if=(), optimizer=optimizer) as watch:
+        for step in range(STEPS):
+            x, classes = batch(step)
+            loss = functional.cross_entropy(model(x), classes)
+            (loss * scale).backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad /= scale
+            optimizer.step()
+            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
+            assert norm <= 1.0001 / scale
+            optimizer.zero_grad()
+            watch.step(loss=loss, loss_scale=scale)
+    found = [(f.code, f.name) for f in fp8debug.triage(tmp_path / "run")]
+    assert found == ([("F126", "clipped-while-scaled")] if scale > 1 else [])
+
+
 def test_weights_in_bf16_stand_still_at_a_small_learning_rate(tmp_path: Path) -> None:
     findings = judged(tmp_path / "sick", net().bfloat16(), lr=6e-6)
     assert {f.code for f in findings} == {"F135"}, [f.message for f in findings]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -78,7 +78,13 @@ class Setting:
         dtype: of the weights.
         lr: learning rate of AdamW.
         eps: of AdamW.
-        serves: compare inference at every sampled step: ``bf16`` by default, ``fp8`` by the training's own path.
+        betas: of AdamW.
+        serves: compare inference at every sampled step: ``bf16`` by default, ``fp8`` by the training's own path; by a copy in
+            FP8 ``fp8 of rounded`` weights, which an export in BF16 left of them, or ``fp8 but`` for one module.
+        loss_scale: the loss is multiplied by it, and gradients are divided by it before they are clipped.
+        clip: norm that gradients are clipped to.
+        resumes: step at which the run is resumed, from a checkpoint of the weights; the first sampled one of a second part.
+        saves_moments: the checkpoint has the optimizer's state.
     """
 
     steps: int = 24
@@ -88,7 +94,12 @@ class Setting:
     dtype: torch.dtype = torch.float32
     lr: float = 1e-2
     eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)
     serves: str | None = None
+    loss_scale: float = 1.0
+    clip: float | None = None
+    resumes: int | None = None
+    saves_moments: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +108,9 @@ class Trial:
 
     Attributes:
         fault: name for ``inject``; None for one that the setting makes.
+        made: what the setting makes, in words.
         code: of the rule whose cure is applied.
+        finding: name of the rule's finding; None where any is meant.
         cure: what is applied, in words.
         build: recipe -> model.
         recipe: of the model.
@@ -131,12 +144,14 @@ class Trial:
     budget: float = 1.0
     what_if: tuple[str, ...] | None = None
     cured_options: Mapping[str, Any] | None = None
+    made: str = "BF16 weights"
+    finding: str | None = None
     at: int = AT
 
     @property
     def name(self) -> str:
         """Fault and cure in one word."""
-        return f"{self.fault or 'bf16_weights'}/{self.cure.replace(' ', '_')}"
+        return f"{self.fault or self.made}/{self.cure}".replace(" ", "_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +163,7 @@ class Outcome:
         found: whether the sick run has the finding.
         losses: mean of the last losses: without the fault, with it, with the cure.
         sqnr_db: of the finding's site in the same three runs; None where it is not in FP8, or the finding has none.
-        left: findings above information in the cured run.
+        left: findings above information in the cured run, and the one that was cured.
     """
 
     proposed: str
@@ -171,40 +186,82 @@ def _copies(model: nn.Module) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().float().clone()) for p in model.parameters()]
 
 
-def trained(model: nn.Module, path: Path, setting: Setting, **watched: Any) -> list[float]:
-    """Train and record a model; return its losses."""
+def trained(model: nn.Module, path: Path, setting: Setting, serving: nn.Module | None = None, **watched: Any) -> list[float]:
+    """Train and record a model; return its losses.
+
+    Args:
+        model: to train.
+        path: of the run.
+        setting: how.
+        serving: the model of ``setting.serves`` where that is a copy.
+        watched: options of ``watch``.
+    """
     weights = list(model.parameters())
     held = _copies(model) if setting.masters else weights
-    optimizer = torch.optim.AdamW(held, lr=setting.lr, eps=setting.eps, betas=(0.9, 0.95))
-    losses = []
-    with fp8debug.watch(model, path, every=EVERY, **watched) as watch:
-        for step in range(setting.steps):
-            total, sums = 0.0, [torch.zeros_like(p, dtype=torch.float32) for p in weights]
-            for number in range(setting.micro):
-                x, classes = batch(step * setting.micro + number)
-                loss = functional.cross_entropy(model(x.to(setting.dtype)).float(), classes) / setting.micro
-                loss.backward()
-                total += loss.item()
-                if setting.sums_in_fp32:
-                    for gradient, p in zip(sums, weights, strict=True):
-                        gradient += 0.0 if p.grad is None else p.grad
-                        p.grad = None
-            for gradient, p, copy in zip(sums, weights, held, strict=True):
-                if setting.sums_in_fp32:
-                    copy.grad = gradient.to(copy.dtype)
-                elif setting.masters and p.grad is not None:
-                    copy.grad, p.grad = p.grad.float(), None
-            optimizer.step()
-            optimizer.zero_grad()
-            if setting.masters:
-                with torch.no_grad():
-                    for p, copy in zip(weights, held, strict=True):
-                        p.copy_(copy)
-            if setting.serves and step % EVERY == 0:
-                watch.compare_inference(batch(1000)[0], inference=model if setting.serves == "fp8" else None)
-            watch.step(loss=total)
-            losses.append(total)
-    return losses
+
+    def adam() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(held, lr=setting.lr, eps=setting.eps, betas=setting.betas)
+
+    def part(steps: range, resume_from: int | None) -> Iterator[float]:
+        with fp8debug.watch(model, path, every=EVERY, resume_from=resume_from, **watched) as watch:
+            for step in steps:
+                total = _passes(model, setting, step, sums)
+                for gradient, p, copy in zip(sums, weights, held, strict=True):
+                    if setting.sums_in_fp32:
+                        copy.grad = gradient.to(copy.dtype, copy=True)
+                        gradient.zero_()
+                    elif setting.masters and p.grad is not None:
+                        copy.grad, p.grad = p.grad.float(), None
+                for copy in held:
+                    if copy.grad is not None and setting.loss_scale != 1:
+                        copy.grad /= setting.loss_scale
+                if setting.clip is not None:
+                    nn.utils.clip_grad_norm_(held, setting.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                if setting.masters:
+                    with torch.no_grad():
+                        for p, copy in zip(weights, held, strict=True):
+                            p.copy_(copy)
+                if setting.serves and step % EVERY == 0:
+                    watch.compare_inference(batch(1000)[0], inference=_served(model, serving, setting))
+                watch.step(loss=total, **({} if setting.loss_scale == 1 else {"loss_scale": setting.loss_scale}))
+                yield total
+
+    optimizer, sums = adam(), [torch.zeros_like(p, dtype=torch.float32) for p in weights]
+    if setting.resumes is None:
+        return list(part(range(setting.steps), None))
+    losses = list(part(range(setting.resumes), None))
+    saved, optimizer = optimizer.state_dict(), adam()
+    if setting.saves_moments:
+        optimizer.load_state_dict(saved)
+    return losses + list(part(range(setting.resumes, setting.steps), setting.resumes))
+
+
+def _passes(model: nn.Module, setting: Setting, step: int, sums: Sequence[Tensor]) -> float:
+    """Run a step's microbatches, with their gradients added to ``sums`` where the program does so; return the loss."""
+    total = 0.0
+    for number in range(setting.micro):
+        x, classes = batch(step * setting.micro + number)
+        loss = functional.cross_entropy(model(x.to(setting.dtype)).float(), classes) / setting.micro
+        (loss * setting.loss_scale).backward()
+        total += loss.item()
+        if setting.sums_in_fp32:
+            for gradient, p in zip(sums, model.parameters(), strict=True):
+                gradient += 0.0 if p.grad is None else p.grad
+                p.grad = None
+    return total
+
+
+def _served(model: nn.Module, serving: nn.Module | None, setting: Setting) -> nn.Module | None:
+    """Return the path of inference, a copy with the weights of this step; None for the default one."""
+    if serving is None:
+        return model if setting.serves == "fp8" else None
+    weights = model.state_dict()
+    if setting.serves == "fp8 of rounded":
+        weights = {name: value.bfloat16().to(value.dtype) for name, value in weights.items()}
+    serving.load_state_dict(weights)
+    return serving
 
 
 def tried(trial: Trial, folder: Path) -> Outcome:
@@ -216,17 +273,25 @@ def tried(trial: Trial, folder: Path) -> Outcome:
             fp8debug.inject(model, trial.fault, module=trial.module, step=trial.at, **options)
         return model
 
-    sick_model = made(planted=True)
-    beside = {} if trial.what_if is None else {"what_if": trial.what_if}
-    sick = trained(sick_model, folder / "sick", trial.setting, **beside)
+    def trains(model: nn.Module, name: str, setting: Setting, what_if: tuple[str, ...] | None) -> list[float]:
+        serving = None
+        if setting.serves not in (None, "bf16", "fp8"):
+            serving = trial.build(trial.recipe).to(trial.setting.dtype)
+        if setting.serves == "fp8 but":
+            leaves: Any = serving.get_submodule(trial.module or "")
+            leaves.set_recipe("bf16")
+        beside = {} if what_if is None else {"what_if": what_if}
+        return trained(model, folder / name, setting, serving, **beside)
+
+    sick = trains(made(planted=True), "sick", trial.setting, trial.what_if)
     run = fp8debug.Run(folder / "sick")
     found = fp8debug.triage(run)
-    finding = next((f for f in found if f.code == trial.code), None)
+    finding = next((f for f in found if f.code == trial.code and trial.finding in (None, f.name)), None)
     healthy_model = made(planted=trial.situation)
     if trial.situation:
         module: Any = healthy_model.get_submodule(trial.module or "")
         module.set_recipe("bf16")
-    healthy = trained(healthy_model, folder / "healthy", trial.reference or trial.setting, what_if=())
+    healthy = trains(healthy_model, "healthy", trial.reference or trial.setting, ())
     cured_model = made(planted=True, options=trial.options if trial.cured_options is None else trial.cured_options)
     if trial.recommended:
         fallbacks = fp8debug.recommend(run, found, trial.budget)
@@ -234,14 +299,18 @@ def tried(trial: Trial, folder: Path) -> Outcome:
         fp8debug.apply(cured_model, fallbacks)
     if trial.change:
         trial.change(cured_model)
-    cured = trained(cured_model, folder / "cured", trial.cured or trial.setting, what_if=())
+    cured = trains(cured_model, "cured", trial.cured or trial.setting, ())
     left = fp8debug.triage(folder / "cured")
     return Outcome(
         proposed=finding.cure if finding else "",
         found=finding is not None,
         losses=(_end(healthy), _end(sick), _end(cured)),
         sqnr_db=(_sqnr(folder / "healthy", finding), _sqnr(folder / "sick", finding), _sqnr(folder / "cured", finding)),
-        left=tuple(f"{f.code} {f.name} {f.module}" for f in left if f.severity > Severity.INFO),
+        left=tuple(
+            f"{f.code} {f.name} {f.module}"
+            for f in left
+            if f.severity > Severity.INFO or (finding is not None and (f.code, f.name) == (finding.code, finding.name))
+        ),
     )
 
 
