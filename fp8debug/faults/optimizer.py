@@ -145,7 +145,8 @@ def _clipped_while_scaled(where: Target) -> Callable[[], None]:
                 p.grad.mul_((limit / total.to(p.device)).clamp(max=1.0))
         norms.clear()
 
-    hooks = [p.register_post_accumulate_grad_hook(note) for p in where.model.parameters() if p.requires_grad]
+    trained = [p for p in where.model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]  # torch's
     return undo_all(before_any_optimizer(clip), *(hook.remove for hook in hooks))
 
 

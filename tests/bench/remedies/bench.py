@@ -225,7 +225,8 @@ def trained(model: nn.Module, path: Path, setting: Setting, serving: nn.Module |
                             p.copy_(copy)
                 if setting.serves and step % EVERY == 0:
                     watch.compare_inference(batch(1000)[0], inference=_served(model, serving, setting))
-                watch.step(loss=total, **({} if setting.loss_scale == 1 else {"loss_scale": setting.loss_scale}))
+                more: dict[str, Any] = {} if setting.loss_scale == 1 else {"loss_scale": setting.loss_scale}
+                watch.step(loss=total, **more)
                 yield total
 
     optimizer, sums = adam(), [torch.zeros_like(p, dtype=torch.float32) for p in weights]
@@ -277,7 +278,7 @@ def tried(trial: Trial, folder: Path) -> Outcome:
         serving = None
         if setting.serves not in (None, "bf16", "fp8"):
             serving = trial.build(trial.recipe).to(trial.setting.dtype)
-        if setting.serves == "fp8 but":
+        if serving is not None and setting.serves == "fp8 but":
             leaves: Any = serving.get_submodule(trial.module or "")
             leaves.set_recipe("bf16")
         beside = {} if what_if is None else {"what_if": what_if}
