@@ -28,7 +28,7 @@ class DivergesAtStart(Rule):
         size has an origin of its own (F103, F125). The message says how many modules' inputs and weights moved at once. It
         stands only when no other rule found a harmful fault that is local, in less than half of the modules, when the loss
         began to rise. Where the weights of most modules grew by then, which no cast can do, clipping and underflow are what
-        the divergence leaves behind.
+        the divergence leaves behind; so they are where the optimizer's moments made it.
         updates-out-of-size: at any step, an optimizer step changed weights by as much as they are large. The message says
         whether the optimizer's second moments are 0 under gradients that are not (kept in too few bits, they underflow, and
         m / (0 + eps) explodes), or Adam moves an element by more than gradients can (a checkpoint that kept the second moment
@@ -186,10 +186,11 @@ class DivergesAtStart(Rule):
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand only when no harmful finding of a few modules began up to the first sampled step after the rise.
 
-        Updates out of size stand whatever casts do, unless the gradient explains them and a cast was at fault before.
+        Updates out of size stand whatever casts do, unless the gradient explains them and a cast was at fault before; so does
+        a divergence of updates that only the optimizer's moments can make.
         """
         large = large_updates(run, self._update_limits)
-        if finding.name == OUT_OF_SIZE and large is not None:
+        if large is not None and (finding.name == OUT_OF_SIZE or (large.is_of_moments and large.steps[0] <= finding.steps[1])):
             return large.is_own or not any(
                 RULES.get(f.code).is_harmful and f.module and f.severity > Severity.INFO and f.steps[0] <= finding.steps[0]
                 for f in others

@@ -10,6 +10,8 @@ import torch
 
 import fp8debug
 from fp8debug.rules import Findings, Severity
+from tests.bench.diagnosis_models import Case
+from tests.bench.diagnosis_models import train as trained
 from tests.recording.models import net, train
 
 STEPS, EVERY, CULPRIT = 48, 4, "blocks.1.down"
@@ -81,3 +83,13 @@ def test_a_cast_at_fault_after_a_learning_rate_comes_second(tmp_path: Path) -> N
     assert found.classification is not None
     assert found.classification["cause"] == "not-fp8", found.classification
     assert found[0].code == "F127", [f.message for f in found]
+
+
+def test_what_clips_after_a_lost_second_moment_does_not_hide_it(tmp_path: Path) -> None:
+    """Of a divergence within F127's first steps; under delayed scaling values clip in some modules two samples later."""
+    case = Case(kind="gpt", width=128, recipe="tensorwise_delayed", seed=0, fault="lost_second_moment")
+    trained(case, tmp_path / "run")
+    found = fp8debug.triage(tmp_path / "run")
+    assert (found[0].code, found[0].module) == ("F127", None), [f.message for f in found]
+    assert "the optimizer step 9 changes the weight" in found[0].message
+    assert any(f.code == "F105" and f.severity > Severity.INFO for f in found[1:]), "which hid it"

@@ -61,6 +61,11 @@ class LargeUpdates:
         return self.cause != "gradient"
 
     @property
+    def is_of_moments(self) -> bool:
+        """True if the optimizer's moments made them: neither a gradient nor a learning rate can."""
+        return self.cause == "moments"
+
+    @property
     def words(self) -> str:
         """One clause for people."""
         row, lr = self.first, self.first["lr"]
