@@ -86,7 +86,7 @@ def _empty_history(where: Target) -> Callable[[], None]:
 
     def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:
         cast = Cast(format=cast.format)
-        history = torch.zeros(int(options["history"]), device=x.device)
+        history = torch.zeros(int(options["history"]), dtype=torch.float32, device=x.device)
         return quantize(x, cast, history.amax() / FORMATS[cast.format].max), cast
 
     return distort(where, change, INPUT, configured=True)
