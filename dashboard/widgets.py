@@ -21,7 +21,7 @@ _DECORATION: dict[str, Any] = {"aria-hidden": "true"}
 
 #: Of a grid, in pixels of a window that is not scaled: a row, its head, its body without rows (style.css has them, in rem), what
 #: several pages add.
-ROW_HEIGHT, HEADER_HEIGHT, MIN_BODY_HEIGHT, PAGES_HEIGHT = 28, 30, 30, 42
+ROW_HEIGHT, HEADER_HEIGHT, MIN_BODY_HEIGHT, PAGES_HEIGHT = 28, 30, 30, 32
 #: Rows of one page of a grid.
 PAGE_ROWS = 20
 #: Least width of a column of sites, in pixels: that of "dgrad grad_output", of which nothing is cut.
