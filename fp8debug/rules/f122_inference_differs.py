@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.parting import differing_casts, parting
+from fp8debug.rules.reading.parting import PartingLimits, differing_casts, parting
 from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class InferenceDiffers(Rule):
+class InferenceDiffers(Rule, PartingLimits):
     """The weights give other logits in inference than in training, although the training loss looks fine.
 
     What it detects
@@ -57,9 +57,20 @@ class InferenceDiffers(Rule):
         - min_share 0.5: share of the comparisons since the first one that show it.
         - own_share 0.5: of the largest own difference. max_alike 0.5: share of the compared modules; where more differ that much,
           none is named. No published basis.
-        - other-precision: in FP8 means an error of 1e-4 of the output's square or more (40 dB, where two operands in E4M3 leave
-          28.5 dB), in high precision 1e-5 or less (BF16's own is 2.7e-6). rounded-before-cast: a difference of all weights that
-          both cast within 3 dB of BF16's rounding, 55.6 dB; numerics.md, 4. Seen in xtuner #2044.
+        - max_gain 0.05, max_shape 0.1: distance of a weight's or result's factor from 1 beyond which a scale is at fault;
+          numerics.md, 4 (act beyond 5 %); and the share of its difference that is left without the factor. No published basis
+          for the latter. max_factor_error 0.1: relative difference of the factors of weights that one fault scales. No published
+          basis.
+        - min_fp8_error 0.00025, max_fp8_error 0.004, max_rounded_gain 0.01: squared relative difference that rounding a weight to
+          FP8 makes, 36 to 24 dB: E4M3 has 31.5 dB on Gaussian data and E5M2 25.5; and what it changes of the factor; numerics.md,
+          4 (warn beyond 1 %). They choose among the causes in the message.
+        - min_excess 2: times a module's error in the other pass from which on it is more than that of other tokens, 3 dB. No
+          published basis.
+        - max_exact_error 1e-5, min_low_error 1e-4: squared error of a result up to which its module runs in high precision
+          (BF16's own is 2.7e-6), and from which on in FP8 (40 dB, where two operands in E4M3 leave 28.5 dB); and the difference
+          up to which two weights are the same. numerics.md, 4. Seen in xtuner #2044.
+        - min_bf16_error 1.4e-6, max_bf16_error 5.5e-6: of rounded-before-cast, the difference of all weights that both cast, 3 dB
+          on either side of BF16's rounding, 55.6 dB; numerics.md, 4.
         - Seen in verl #7519; numerics.md, 5 (trained in FP8, served in BF16).
     """
 
@@ -74,8 +85,6 @@ class InferenceDiffers(Rule):
     jump_nmse: float = 0.01
     jump_kl: float = 0.002
     min_share: float = 0.5
-    own_share: float = 0.5
-    max_alike: float = 0.5
 
     def needs(self, run: Run) -> str | None:
         """Ask for a comparison."""
@@ -102,7 +111,7 @@ class InferenceDiffers(Rule):
         finding = Finding(code=self.code, name=self.name, severity=Severity.WARNING, steps=(bad[0]["step"], bad[-1]["step"]),
                           ranks=tuple(run.ranks), value=worst["inference_nmse"], threshold=threshold, message=message,
                           cure=self.cure)  # fmt: skip
-        part = parting(run, {row["step"] for row in bad}, self.own_share, self.max_alike)
+        part = parting(run, {row["step"] for row in bad}, self)
         if part is None:
             yield finding
         elif part.module is None:
@@ -115,7 +124,7 @@ class InferenceDiffers(Rule):
     def _quiet(self, run: Run) -> Iterable[Finding]:
         """Return what the two paths do otherwise while their logits hardly differ, as information."""
         steps = run.sql("SELECT min(step) AS first, max(step) AS last FROM events WHERE kind = 'inference'").to_pylist()[0]
-        for name, part in differing_casts(run, self.min_share):
+        for name, part in differing_casts(run, self.min_share, self):
             yield Finding(code=self.code, name=name, severity=Severity.INFO, steps=(steps["first"], steps["last"]),
                           ranks=tuple(run.ranks), message=part.why, module=part.module, gemm="fprop", tensor=part.tensor,
                           call_index=part.place, cure=part.cure or self.cure)  # fmt: skip

@@ -15,22 +15,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: A factor of a weight or result beyond this is a scale (numerics.md, 4: act), where no more than SHAPE is left without it.
-MAX_GAIN, SHAPE = 0.05, 0.1
-#: Squared relative difference of a tensor and its rounding to E4M3 or E5M2 in blocks: 33 to 24 dB.
-ROUNDING = 0.0005, 0.004
-#: Times the error of a module's cast and GEMM in the other pass from which on it is more than that of other tokens (3 dB).
-MIN_EXCESS = 2.0
-#: Below it two weights are the same but for BF16's rounding (55.6 dB).
-SAME = 1e-5
-#: Squared relative error of a GEMM's result from which on its module runs in FP8 (40 dB; two operands in E4M3 leave 28.5 dB). In
-#: high precision it is at most SAME.
-LOW_PRECISION = 1e-4
-#: Squared relative difference that rounding to BF16 makes, 55.6 dB (numerics.md, 4), and 3 dB on either side.
-BF16_ROUNDING = 1.4e-6, 5.5e-6
-#: Factors of two weights that one fault scales alike are as near to each other; what FP8's rounding changes of a weight's gain
-#: (numerics.md, 4: act beyond 5 %, warn beyond 1 %).
-SAME_GAIN, ROUNDED_GAIN = 0.1, 0.01
+
+@dataclass(frozen=True)
+class PartingLimits:
+    """Thresholds of F122 for where two passes part; its manual page says where each comes from.
+
+    Attributes:
+        own_share: share of the largest own difference that a module has at least.
+        max_alike: share of the modules; where more have that much, none stands out.
+        max_gain: distance of a factor from 1 beyond which a weight or result differs by a scale.
+        max_shape: share of such a difference that is left without its factor.
+        max_factor_error: relative difference of the factors of two weights that one fault scales.
+        min_fp8_error: squared relative difference that rounding to FP8 makes, at least.
+        max_fp8_error: the same, at most.
+        max_rounded_gain: distance of a weight's factor from 1 that rounding to FP8 makes.
+        min_excess: times a module's error in the other pass from which on it is the module's own.
+        max_exact_error: squared relative error of a weight or result that is the same in high precision.
+        min_low_error: squared relative error of a result from which on its module runs in FP8.
+        min_bf16_error: squared relative difference that rounding to BF16 makes, at least.
+        max_bf16_error: the same, at most.
+    """
+
+    own_share: float = 0.5
+    max_alike: float = 0.5
+    max_gain: float = 0.05
+    max_shape: float = 0.1
+    max_factor_error: float = 0.1
+    min_fp8_error: float = 0.00025
+    max_fp8_error: float = 0.004
+    max_rounded_gain: float = 0.01
+    min_excess: float = 2.0
+    max_exact_error: float = 1e-5
+    min_low_error: float = 1e-4
+    min_bf16_error: float = 1.4e-6
+    max_bf16_error: float = 5.5e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +70,13 @@ class Parting:
     place: int = 0
 
 
-def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float) -> Parting | None:
+def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting | None:
     """Return where the passes part at the first of these steps that was compared by module; None where none was.
 
     Args:
         run: a run.
         steps: at which the logits differ.
-        own_share: share of the largest own difference that a module has at least.
-        max_alike: share of the modules; where more have that much, none stands out.
+        limits: thresholds.
     """
     query = "SELECT step, message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
     told = (row["message"] for row in run.sql(query).to_pylist() if row["step"] in steps)
@@ -67,45 +84,51 @@ def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float
     if modules is None:
         return None
     names = list(modules)
-    own = {name: max(_own(m).values()) for name, m in modules.items()}
+    own = {name: max(_own(m, limits).values()) for name, m in modules.items()}
     largest = max(own.values())
     routed = next((name for name in names if modules[name]["rows"] == 0), None)
-    if routed and all(own[name] < max(SAME, own_share * largest) for name in names[: names.index(routed)]):
+    if routed and all(
+        own[name] < max(limits.max_exact_error, limits.own_share * largest) for name in names[: names.index(routed)]
+    ):
         why = "it sees another number of rows in inference: tokens are routed or packed otherwise before it"
         cure = "compare the router's logits and top-k of both paths; replay training's routing, or run the router alike in both"
         return Parting(module=routed, tensor="input", why=why, cure=cure, place=names.index(routed))
-    if largest <= SAME:
+    if largest <= limits.max_exact_error:
         why = f"{len(modules)} modules compute the same in both: what differs lies between them (attention, sampling, batch)"
         return Parting(module=None, tensor=None, why=why, cure="compare attention, masks, positions and the batch of both paths")
-    chosen = [name for name in names if own[name] >= own_share * largest]
+    chosen = [name for name in names if own[name] >= limits.own_share * largest]
     name, others = chosen[0], chosen[1:]
-    part = _part(modules[name])
+    part = _part(modules[name], limits)
     known = [name for name in names if modules[name][part] is not None]
-    same = [other for other in others if _part(modules[other]) == part]
-    if part == "weight" and _is_scale(modules[name], part):
+    same = [other for other in others if _part(modules[other], limits) == part]
+    if part == "weight" and _is_scale(modules[name], part, limits):
         same = [
             other
             for other in same
-            if abs((modules[other]["weight_gain"] or 0) / (modules[name]["weight_gain"] or 1) - 1) < SAME_GAIN
+            if abs((modules[other]["weight_gain"] or 0) / (modules[name]["weight_gain"] or 1) - 1) < limits.max_factor_error
         ]
     elif part == "weight":  # weights that move little are stale too where nothing was synchronized
-        same = [other for other in known if other != name and own[other] > SAME]
-    if part in ("training", "inference") and len(same) + 1 > max(1.0, max_alike * len(known)):
+        same = [other for other in known if other != name and own[other] > limits.max_exact_error]
+    if part in ("training", "inference") and len(same) + 1 > max(1.0, limits.max_alike * len(known)):
         why = f"{len(same) + 1} of {len(known)} modules differ alike, as by the rounding of a cast; no module stands out"
         return Parting(module=None, tensor=None, why=why)
-    if part == "weight" and not _is_scale(modules[name], part) and len(same) + 1 > max(1.0, max_alike * len(known)):
+    if (
+        part == "weight"
+        and not _is_scale(modules[name], part, limits)
+        and len(same) + 1 > max(1.0, limits.max_alike * len(known))
+    ):
         why = f"the weights of {len(same) + 1} of {len(known)} modules differ, first {name}: they were not synchronized"
         cure = (
             "synchronize the weights before inference, or load this step's; where inference has a moving average of the weights,"
             " which differs from them, check that it moves: in BF16 what a step adds to it rounds away, in FP32 it does not"
         )
         return Parting(module=None, tensor=None, why=why, cure=cure)
-    found = _explained(name, names.index(name), modules[name])
+    found = _explained(name, names.index(name), modules[name], limits)
     more = f"; so {'is that' if len(same) == 1 else 'are those'} of {len(same)} more" if same else ""
     return replace(found, why=found.why + more)
 
 
-def differing_casts(run: Run, min_share: float) -> Iterator[tuple[str, Parting]]:
+def differing_casts(run: Run, min_share: float, limits: PartingLimits) -> Iterator[tuple[str, Parting]]:
     """Yield how the casts of the two paths differ, by the name of the finding, where this need not move the logits.
 
     ``other-precision``: one path runs a module in FP8 and the other does not, where both run other modules in FP8 (a path
@@ -115,26 +138,28 @@ def differing_casts(run: Run, min_share: float) -> Iterator[tuple[str, Parting]]
     Args:
         run: a run.
         min_share: share of the comparisons that show it.
+        limits: thresholds.
     """
     query = "SELECT message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
     compared = [modules for modules in (_modules(row["message"]) for row in run.sql(query).to_pylist()) if modules]
     for name, look in (("other-precision", _other_precision), ("rounded-before-cast", _rounded)):
-        found = [part for part in map(look, compared) if part is not None]
+        found = [part for modules in compared if (part := look(modules, limits)) is not None]
         if found and len(found) >= min_share * len(compared):
             yield name, found[0]
 
 
-def _precisions(modules: Mapping[str, Mapping[str, float | None]]) -> dict[str, tuple[bool, bool]] | None:
+def _precisions(modules: Mapping[str, Mapping[str, float | None]], limits: PartingLimits) -> dict[str, tuple[bool, bool]] | None:
     """Return which modules run in FP8 in training and in inference; None where one of them is neither in FP8 nor exact."""
+    least = limits.min_low_error
     errors = {name: (m["training"], m["inference"]) for name, m in modules.items()}
     known = {name: (a, b) for name, (a, b) in errors.items() if a is not None and b is not None}
-    if any(SAME < error < LOW_PRECISION for pair in known.values() for error in pair):
+    if any(limits.max_exact_error < error < least for pair in known.values() for error in pair):
         return None
-    return {name: (a >= LOW_PRECISION, b >= LOW_PRECISION) for name, (a, b) in known.items()}
+    return {name: (a >= least, b >= least) for name, (a, b) in known.items()}
 
 
-def _other_precision(modules: dict[str, dict[str, float | None]]) -> Parting | None:
-    precisions = _precisions(modules)
+def _other_precision(modules: dict[str, dict[str, float | None]], limits: PartingLimits) -> Parting | None:
+    precisions = _precisions(modules, limits)
     if precisions is None or (True, True) not in precisions.values():
         return None
     parts = {name: pair for name, pair in precisions.items() if pair[0] != pair[1]}
@@ -156,9 +181,9 @@ def _other_precision(modules: dict[str, dict[str, float | None]]) -> Parting | N
     return Parting(module=name, tensor="output", why=why, cure=cure, place=list(modules).index(name))
 
 
-def _rounded(modules: dict[str, dict[str, float | None]]) -> Parting | None:
-    cast = [name for name, pair in (_precisions(modules) or {}).items() if pair == (True, True)]
-    rounded = [name for name in cast if BF16_ROUNDING[0] <= (modules[name]["weight"] or 0.0) <= BF16_ROUNDING[1]]
+def _rounded(modules: dict[str, dict[str, float | None]], limits: PartingLimits) -> Parting | None:
+    cast = [name for name, pair in (_precisions(modules, limits) or {}).items() if pair == (True, True)]
+    rounded = [n for n in cast if limits.min_bf16_error <= (modules[n]["weight"] or 0.0) <= limits.max_bf16_error]
     if not rounded or len(rounded) < len(cast):
         return None
     name = rounded[0]
@@ -189,33 +214,33 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _own(measures: Mapping[str, float | None]) -> dict[str, float]:
+def _own(measures: Mapping[str, float | None], limits: PartingLimits) -> dict[str, float]:
     """Return the parts of a module's own difference; what both passes do to their rows alike is none."""
     training, inference = measures["training"] or 0.0, measures["inference"] or 0.0
     return {
         "weight": measures["weight"] or 0.0,
         "bias": measures["bias"] or 0.0,
-        "training": training - inference if training > MIN_EXCESS * inference else 0.0,
-        "inference": inference - training if inference > MIN_EXCESS * training else 0.0,
+        "training": training - inference if training > limits.min_excess * inference else 0.0,
+        "inference": inference - training if inference > limits.min_excess * training else 0.0,
     }
 
 
-def _part(measures: Mapping[str, float | None]) -> str:
+def _part(measures: Mapping[str, float | None], limits: PartingLimits) -> str:
     """Return the largest part of a module's own difference."""
-    own = _own(measures)
+    own = _own(measures, limits)
     return max(own, key=lambda name: own[name])
 
 
-def _is_scale(measures: Mapping[str, float | None], part: str) -> bool:
+def _is_scale(measures: Mapping[str, float | None], part: str, limits: PartingLimits) -> bool:
     """Return whether a part is one factor."""
     value, gain = measures[part] or 0.0, measures[f"{part}_gain"]
-    return gain is not None and abs(gain - 1) > MAX_GAIN and value - (gain - 1) ** 2 < SHAPE * value
+    return gain is not None and abs(gain - 1) > limits.max_gain and value - (gain - 1) ** 2 < limits.max_shape * value
 
 
-def _explained(name: str, place: int, m: Mapping[str, float | None]) -> Parting:
+def _explained(name: str, place: int, m: Mapping[str, float | None], limits: PartingLimits) -> Parting:
     """Return the cause of one module's own difference, by its largest part."""
-    part = _part(m)
-    value, gain, is_scale = m[part] or 0.0, m[f"{part}_gain"], _is_scale(m, part)
+    part = _part(m, limits)
+    value, gain, is_scale = m[part] or 0.0, m[f"{part}_gain"], _is_scale(m, part, limits)
     if part == "bias":
         what = "is left out" if gain == 0 else "is not training's"
         why = f"its bias {what} in inference: a difference of {value:.2g} of its output's square"
@@ -224,7 +249,9 @@ def _explained(name: str, place: int, m: Mapping[str, float | None]) -> Parting:
         if is_scale:
             why = f"its weight is {gain:.4g} times training's in inference"
             cure = "a scale is applied twice, left out or inverted: compare this weight's scale in both paths"
-        elif ROUNDING[0] / 2 <= value <= ROUNDING[1] and gain is not None and abs(gain - 1) < ROUNDED_GAIN:
+        elif (
+            limits.min_fp8_error <= value <= limits.max_fp8_error and gain is not None and abs(gain - 1) < limits.max_rounded_gain
+        ):
             why = f"its weight differs from training's by {value:.2g} of its square, as much as rounding it to FP8 makes"
             cure = "serve this module in the precision that training has for it, or train it in that of inference"
         else:
