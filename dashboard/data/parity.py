@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8debug import Run
 from fp8debug.errors import Fp8DebugError, RunError
-from fp8debug.parity import compare_paths
 from fp8debug.store.file_checks import read_json
 
 #: File in a run's folder: ``fp8debug parity TRAIN ROLLOUT --format json -o RUN/parity.json``.
@@ -50,16 +48,6 @@ def read_report(run: Path) -> dict[str, Any]:
         ],
         "problems": [str(one) for one in problems] if isinstance(problems := told.get("problems"), list) else [],
     }
-
-
-def compare_with(train: Path, rollout: Path) -> dict[str, Any]:
-    """Return the same of two recorded runs, of which ``steps`` are compared: the first sampled one of each.
-
-    Raises:
-        RunError: they cannot be compared.
-    """
-    found = compare_paths(train, rollout).to_dict()
-    return {**found, "steps": [Run(path).sampled_steps[0] for path in (train, rollout)]}
 
 
 def _number(value: Any) -> float | None:

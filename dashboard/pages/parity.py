@@ -10,6 +10,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
+from fp8debug.parity.compare import compare_paths
 from fp8debug.parity.report import metric_words
 
 from ..data import parity as parity_data
@@ -64,7 +65,7 @@ def _found(view: View, run_view: RunView) -> dict[str, Any] | str:
     name = _other(view, run_view)
     try:
         if name is not None and run_view.open_sibling is not None:
-            return parity_data.compare_with(run_view.run.path, run_view.open_sibling(name).run.path)
+            return compare_paths(run_view.run.path, run_view.open_sibling(name).run.path).to_dict()
         return parity_data.read_report(run_view.run.path)
     except Fp8DebugError as error:
         return str(error)
@@ -156,10 +157,6 @@ def lines_of(found: Mapping[str, Any]) -> list[Component]:
         lines.append(
             note(f"Not compared: {many} whose input and output have no finite number in both paths ({some}).", kind="warning")
         )
-    if steps := found.get("steps"):
-        which = f"step {steps[0]:,}" if steps[0] == steps[1] else f"steps {steps[0]:,} and {steps[1]:,}"
-        words = f"Of two runs only the first sampled step of each ({which}) is compared here, by the sizes of forward operands."
-        lines.append(note(f"{words} The page Compare has the others."))
     metrics = metric_words(found["metrics"])
     lines += [note("; ".join(metrics))] if metrics else []
     lines += _alone(found["unmatched"])

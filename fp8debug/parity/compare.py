@@ -35,7 +35,7 @@ from fp8debug.parity.rules import (
     WeightScale,
     not_finite,
 )
-from fp8debug.parity.runs import is_run, measure_runs
+from fp8debug.parity.runs import is_run, measure_runs, notes_of_runs
 
 _STALE, _SCALE, _CAST, _ACTIVATION = StaleRolloutWeight(), WeightScale(), WeightCast(), ActivationCast()
 _ROUTING, _KERNEL, _PRECISION, _DIFFER = RoutingDiffers(), KernelDiffers(), PrecisionDiffers(), PathsDiffer()
@@ -92,7 +92,9 @@ def compare_paths(
     table = names if isinstance(names, Names) else Names.read(names)
     if is_run(train) and is_run(rollout):
         measures, single, left = measure_runs(train, rollout, table)
-        problems = [] if repeat is None else ["a repetition of a run is not read: statistics of the same tokens have no noise"]
+        problems = notes_of_runs(train, rollout)
+        if repeat is not None:
+            problems.append("a repetition of a run is not read: statistics of the same tokens have no noise")
         return ParityReport(_joined(single, measures), train=str(train), rollout=str(rollout), repeat=None, modules=measures,
                             metrics={}, unmatched=left, problems=problems)  # fmt: skip
     if is_run(train) or is_run(rollout):

@@ -32,6 +32,11 @@ _COLUMNS = (
     "module, tensor, reference, cast_name, actual, call_index, numel, amax, sum_x2, sum_y2,"
     " num_nan + num_inf + num_actual_nonfinite AS num_nonfinite"
 )
+_LATER_NONFINITE = (
+    "SELECT step, module, tensor FROM sites WHERE gemm = 'fprop' AND (actual OR reference = 'operand')"
+    " AND coalesce(num_nan + num_inf, 0) + CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END > 0"
+    " AND step > ? ORDER BY step, call_index LIMIT 1"
+)
 #: Rows of a module by tensor.
 Site = dict[str, dict[str, Any]]
 
@@ -100,6 +105,27 @@ def measure_runs(
             measures.append(Measures(module=name, theirs=name))
             findings.append(_alone(name, path))
     return measures, findings, left
+
+
+def notes_of_runs(train: str | Path, rollout: str | Path) -> list[str]:
+    """Return what the comparison of two runs leaves out, a line each: all steps but one, and NaN or Inf in their forward passes.
+
+    Args:
+        train: the run of the training.
+        rollout: the run of the rollout.
+    """
+    runs = [Run(path) for path in (train, rollout)]
+    first, second = (run.sampled_steps[0] for run in runs)
+    which = f"step {first:,}" if first == second else f"steps {first:,} and {second:,}"
+    notes = [
+        f"of two runs only the first sampled step of each ({which}) is compared, by the sizes of forward operands;"
+        " fp8debug diff compares all"
+    ]
+    for name, run, step in zip(("training", "rollout"), runs, (first, second), strict=True):
+        for row in run.sql(_LATER_NONFINITE, [step]).to_pylist():
+            where = f"{row['module']} fprop.{row['tensor']} at step {row['step']:,}"
+            notes.append(f"the {name} has NaN or Inf later, first in {where}: this comparison did not look there")
+    return notes
 
 
 def _has_as_many(name: str, a: Site, b: Site, paths: tuple[str | Path, str | Path] | None) -> bool:

@@ -55,6 +55,9 @@ def test_what_a_comparison_of_runs_leaves_out_is_told(tmp_path: Path) -> None:
         parity.settle(view, run_view)
         told[name] = words(parity.parts(view, run_view)[0])
     assert "only the first sampled step of each (step 0) is compared" in told["nan"] and "none differs" in told["nan"]
+    assert (
+        f"the rollout has NaN or Inf later, first in {samples.NAN_MODULE} fprop.weight at step {samples.NAN_STEP}" in told["nan"]
+    )
     assert "its output in the rollout has NaN or Inf, and not in the other path" in told["lost"]
     assert "none differs" not in told["lost"]
     assert "Not compared: 9 modules whose input and output have no finite number in both paths" in told["lost"]
