@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.bench.situations import situation
 from tests.bench.situations.stack import UP, Model, train
@@ -83,3 +85,106 @@ def squares_of_a_norm_overflow(folder: Path) -> None:
         with torch.no_grad():  # some tokens have one outlier in the residual stream, as a long training leaves them
             model.embed.weight[:12, 17] = 300.0
         train(model, folder / name, steps=16, every=2)
+
+
+class _Normalized(torch.autograd.Function):
+    """RMSNorm whose backward pass may write the gradient of its input into that of its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, is_in_place: bool) -> Tensor:
+        factor = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        ctx.save_for_backward(x, weight, factor)
+        ctx.is_in_place = is_in_place
+        return (x * factor).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, factor = ctx.saved_tensors
+        into, unit = grad * weight, x * factor
+        into_weight = (grad * unit).sum(0)
+        into = factor * (into - unit * (into * unit).mean(-1, keepdim=True))
+        return (grad.copy_(into) if ctx.is_in_place else into.to(grad.dtype)), into_weight, None
+
+
+class _Sandwich(nn.Module):
+    """A gated MLP between two norms, the second of which the residual stream adds."""
+
+    is_in_place = True
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.gate, self.up = (linear(width, hidden, bias=bias) for _ in range(2))
+        self.down = linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        h = _Normalized.apply(x, self.norm.weight, self.is_in_place)
+        mixed = self.down(functional.silu(self.gate(h)) * self.up(h)).to(x.dtype)
+        out: Tensor = x + _Normalized.apply(mixed, self.after.weight, self.is_in_place)
+        return out
+
+
+@situation(
+    14, "linkedin/Liger-Kernel#376",
+    "a norm's backward pass writes into the gradient that it gets, which the residual stream before it still needs",
+    first="wrong", quiet=True, words=("residual", "in place", "overwrit", "between the linears", "between linears"),
+)  # fmt: skip
+def norm_overwrites_the_gradient(folder: Path) -> None:
+    class Clean(_Sandwich):
+        is_in_place = False
+
+    train(Model(block=_Sandwich), folder / "sick")
+    train(Model(block=Clean), folder / "clean")
+
+
+class _Balanced(nn.Module):
+    """Two of four experts for each token, chosen by the router's scores and a bias that balances their loads."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.router = nn.RMSNorm(width), nn.Linear(width, 4, bias=False)
+        self.experts = nn.ModuleList(linear(width, width, bias=bias) for _ in range(4))
+        start = torch.tensor([0.75, 0.625, 0.75, 0.625], dtype=self.dtype)  # of a checkpoint
+        self.register_buffer("expert_bias", start)
+        self.loads = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        h = self.norm(x)
+        scores = self.router(h).sigmoid()
+        chosen = (scores + self.expert_bias).topk(2, -1).indices
+        self.loads = torch.bincount(chosen.flatten(), minlength=4).float()
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).any(-1).nonzero()[:, 0]
+            if len(rows):
+                part = expert(h[rows]).to(x.dtype) * scores[rows, number : number + 1]
+                out = out.index_add(0, rows, part)
+        return out
+
+    def balance(self) -> None:
+        """Move the bias of each expert by 0.001 against its load."""
+        bias: Any = self.expert_bias
+        bias.add_(1e-3 * (self.loads.mean() - self.loads).sign())
+
+
+@situation(
+    14, "NVIDIA/Megatron-LM#1482",
+    "casting the model casts the router's balancing bias to BF16, in which steps of 0.001 round away: loads stay uneven",
+    first="wrong", quiet=True, words=("expert_bias", "buffer", "balanc"),
+)  # fmt: skip
+def expert_bias_in_bf16(folder: Path) -> None:
+    class Clean(_Balanced):
+        dtype = torch.float32
+
+    for name, block in (("sick", _Balanced), ("clean", Clean)):
+        model = Model(block=block)
+
+        def balance(step: int, watch: Any, model: Any = model) -> None:
+            for one in model.blocks:
+                one.balance()
+
+        train(model, folder / name, steps=96, every=8, after=balance)

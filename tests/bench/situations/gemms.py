@@ -247,3 +247,24 @@ def bias_never_added(folder: Path) -> None:
 
     train(Model(Fault, bias=True), folder / "sick")
     train(Model(bias=True), folder / "clean")
+
+
+@situation(
+    14, "ROCm/TransformerEngine#580",
+    "a backward GEMM leaves garbage in a band of columns of its result, in one call of forty",
+    first="wrong", gemms=("dgrad", "wgrad"), tensors=("grad_input", "grad_weight"), words=("kernel", "column"),
+    misleading=("smooth", "eps", "scale_rounding", "learning rate", "loss scal", "optimizer"),
+)  # fmt: skip
+def garbage_columns_now_and_then(folder: Path) -> None:
+    random = torch.Generator().manual_seed(14)
+
+    class Fault(BlockLinear):
+        def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+            out = super().product(gemm, a, b, shape)
+            if gemm != "fprop" and int(torch.randint(40, (), generator=random)) == 0:
+                first = 16 * int(torch.randint(shape[1] // 16, (), generator=random))
+                out[:, first : first + 16] = 2e3 * torch.randn(shape[0], 16, generator=random).to(out.dtype)
+            return out
+
+    train(Model(Fault), folder / "sick")
+    train(Model(), folder / "clean")

@@ -504,3 +504,72 @@ def a_step_before_the_scalers(folder: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 watch.step(loss=loss, loss_scale=scale)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Mean cross entropy of a head's product, which keeps log-sum-exp and computes the logits again in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, classes: Tensor, dtype: torch.dtype) -> Tensor:
+        logits = (x.bfloat16().to(dtype) @ weight.bfloat16().to(dtype).t()).float()
+        total = logits.logsumexp(-1)
+        ctx.save_for_backward(x.bfloat16(), weight.bfloat16(), classes, total)
+        return (total - logits.gather(1, classes[:, None])[:, 0]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, classes, total = ctx.saved_tensors
+        into = (x.float() @ weight.float().t() - total[:, None]).exp()
+        into[torch.arange(len(into)), classes] -= 1
+        into *= grad / len(into)
+        return into @ weight.float(), into.t() @ x.float(), None, None
+
+
+class _WithoutHead(nn.Module):
+    """A model whose head is multiplied with inside the loss; its logits are large, as after a long training."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.dtype = Model(), dtype
+        with torch.no_grad():
+            self.body.head.weight.mul_(24)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the features before the head ``[tokens, width]``."""
+        x = self.body.embed(tokens)
+        for block in self.body.blocks:
+            x = block(x)
+        out: Tensor = self.body.norm(x)
+        return out
+
+    def loss(self, features: Tensor, classes: Tensor) -> Tensor:
+        """Return the mean loss."""
+        out: Tensor = _FusedLoss.apply(features, self.body.head.weight, classes, self.dtype)
+        return out
+
+
+@situation(
+    14, "marin-community/marin#8217",
+    "the fused loss has BF16 logits in its forward pass and computes them again in FP32: its probabilities do not add up to 1",
+    first="wrong", quiet=True, words=("gemms outside", "outside the linears", "loss function", "logits"),
+)  # fmt: skip
+def logits_rounded_in_forward_alone(folder: Path) -> None:
+    for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
+        model = _WithoutHead(dtype)
+        train(model, folder / name, loss_of=model.loss, lr=5e-4)
+
+
+@situation(
+    14, "Modalities/modalities#464",
+    "the cross entropy of BF16 logits is not computed in FP32: losses lie on BF16's grid, their gradients are rounded twice",
+    first="wrong", quiet=True,
+    words=("bf16 loss", "loss in bf16", "losses in bf16", "losses are bf16", "losses are rounded", "rounded to bf16", "bf16 values"),
+)  # fmt: skip
+def loss_in_bf16(folder: Path) -> None:
+    for name in ("sick", "clean"):
+
+        def loss_of(out: Tensor, classes: Tensor, name: str = name) -> Tensor:
+            logits = out.bfloat16()
+            return functional.cross_entropy(logits if name == "sick" else logits.float(), classes)
+
+        train(Model(), folder / name, loss_of=loss_of)

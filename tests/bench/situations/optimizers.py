@@ -289,3 +289,74 @@ def learning_rate_of_a_late_group(folder: Path) -> None:
                 group["lr"] = 4e-3 * 0.5 * (1 + math.cos(math.pi * step / 48))
 
         train(model, folder / name, steps=48, every=3, optimizer=optimizer, before=before)
+
+
+@situation(
+    14, "vllm-project/speculators#765",
+    "a model that is wholly in BF16: its norms' weights start from 1 and stay there, as no update reaches half of a spacing",
+    first="wrong", modules=("blocks.0.norm", "blocks.1.norm", "norm"), codes=("F135",), words=("bf16", "bfloat16"),
+    misleading=("smooth", "amax", "scale_rounding", "loss scal", "learning rate"),
+)  # fmt: skip
+def norm_weights_stay_one(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(InInputType)
+        with torch.no_grad():
+            model.embed.weight.mul_(0.02)  # as language models start, so that its updates are not lost
+        train(model.bfloat16() if name == "sick" else model, folder / name, lr=1e-3)
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """Return the nearest semi-orthogonal matrix by five Newton-Schulz iterations in BF16."""
+    wide = x.bfloat16() if len(x) <= x.shape[1] else x.bfloat16().t()
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        gram = wide @ wide.t()
+        wide = 3.4445 * wide + (-4.775 * gram + 2.0315 * gram @ gram) @ wide
+    return (wide if len(x) <= x.shape[1] else wide.t()).float()
+
+
+class _NorMuon(torch.optim.Optimizer):
+    """Momentum that is orthogonalized, and normalized by row, for matrices of Linears; sign descent for the rest.
+
+    Attributes:
+        eps: what the norm of the normalized update is at least.
+    """
+
+    def __init__(self, matrices: Any, rest: Any, eps: float) -> None:
+        groups = [{"params": list(matrices), "lr": 5e-3}, {"params": list(rest), "lr": 2e-3}]
+        super().__init__(groups, {})
+        self.eps = eps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                state = self.state[p]
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.05)
+                if number:
+                    p.sub_(group["lr"] * momentum.sign())
+                    continue
+                update = _orthogonal(momentum.lerp(p.grad, 0.05))
+                by_row = state.setdefault("by_row", torch.zeros(len(p), 1))
+                by_row.lerp_(update.square().mean(1, keepdim=True), 0.05)
+                normalized = update / (by_row.sqrt() + 1e-10)
+                normalized *= update.norm() / normalized.norm().clamp(min=self.eps)
+                p.sub_(group["lr"] * normalized)
+
+
+@situation(
+    14, "microsoft/dion#24",
+    "output projections start from zero, so the first gradients before them are zero: the optimizer divides 0 by 0 for them",
+    first="wrong", modules=tuple(f"blocks.{i}.{name}" for i in range(2) for name in ("gate", "up")), codes=("F125",),
+    words=("optimizer", "update"), misleading=("smooth", "amax", "scale_rounding", "learning rate", "loss scal"),
+)  # fmt: skip
+def normalized_update_of_zeros(folder: Path) -> None:
+    for name, eps in (("sick", 0.0), ("clean", 1e-8)):
+        model = Model()
+        with torch.no_grad():
+            for block in model.blocks:
+                block.down.weight.zero_()
+        matrices = [module.weight for module in model.modules() if isinstance(module, BlockLinear)]
+        rest = [p for p in model.parameters() if not any(p is one for one in matrices)]
+        train(model, folder / name, optimizer=_NorMuon(matrices, rest, eps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +232,54 @@ def average_in_bf16(folder: Path) -> None:
                 watch.compare_inference(batch(999)[0], inference=average_of)
 
         train(model, folder / name, steps=400, every=50, optimizer=optimizer, after=after)
+
+
+class _Cached(nn.Module):
+    """Causal attention of two heads; a rollout engine keeps keys and values in FP8 under one scale each.
+
+    Attributes:
+        scales: of keys and values in the engine; None in training, which does not cast them.
+    """
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.RMSNorm(width), linear(width, 3 * width, bias=bias)
+        self.out = linear(width, width, bias=bias)
+        self.scales: tuple[float, float] | None = None
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """Return queries, keys and values ``[tokens, width]``."""
+        out: Sequence[Tensor] = self.qkv(self.norm(x)).float().chunk(3, -1)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        q, k, v = self.parts(x)
+        if self.scales is not None:
+            k, v = (
+                (one / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+                for one, scale in zip((k, v), self.scales, strict=True)
+            )
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(0, 1) for one in (q, k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = x + self.out(mixed.transpose(0, 1).flatten(-2).to(x.dtype))
+        return out
+
+
+@situation(
+    14, "ai-dynamo/modelexpress#783",
+    "a refit replaces the scales of keys and values, and the attention kernel goes on with those of the engine's dummy weights",
+    first="wrong", codes=("F122",), modules=("blocks.0.out",), words=("between", "attention", "no linear"),
+    misleading=("synchron", "smooth", "eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def cache_scales_of_the_dummy_weights(folder: Path) -> None:
+    def refit(engine: Any, *, is_stale: bool) -> None:
+        x = engine.embed(batch(998)[0])
+        for block in engine.blocks:
+            _, k, v = block.parts(x)
+            shrink = 1e-3 / float(block.qkv.weight.abs().amax()) if is_stale else 1.0
+            block.scales = (float(k.abs().amax()) * shrink / 448, float(v.abs().amax()) * shrink / 448)
+            x = block(x)
+
+    rollouts(folder / "sick", lambda engine: refit(engine, is_stale=True), block=_Cached)
+    rollouts(folder / "clean", lambda engine: refit(engine, is_stale=False), block=_Cached)
