@@ -128,7 +128,7 @@ class _Sandwich(nn.Module):
 @situation(
     14, "linkedin/Liger-Kernel#376",
     "a norm's backward pass writes into the gradient that it gets, which the residual stream before it still needs",
-    first="wrong", quiet=True, words=("residual", "in place", "overwrit", "between the linears", "between linears"),
+    first="silent", quiet=True, words=("residual", "in place", "overwrit", "between the linears", "between linears"),
 )  # fmt: skip
 def norm_overwrites_the_gradient(folder: Path) -> None:
     class Clean(_Sandwich):
@@ -174,7 +174,7 @@ class _Balanced(nn.Module):
 @situation(
     14, "NVIDIA/Megatron-LM#1482",
     "casting the model casts the router's balancing bias to BF16, in which steps of 0.001 round away: loads stay uneven",
-    first="wrong", quiet=True, words=("expert_bias", "buffer", "balanc"),
+    first="silent", quiet=True, words=("expert_bias", "buffer", "balanc"),
 )  # fmt: skip
 def expert_bias_in_bf16(folder: Path) -> None:
     class Clean(_Balanced):

@@ -551,7 +551,7 @@ class _WithoutHead(nn.Module):
 @situation(
     14, "marin-community/marin#8217",
     "the fused loss has BF16 logits in its forward pass and computes them again in FP32: its probabilities do not add up to 1",
-    first="wrong", quiet=True, words=("gemms outside", "outside the linears", "loss function", "logits"),
+    first="silent", quiet=True, words=("gemms outside", "outside the linears", "loss function", "logits"),
 )  # fmt: skip
 def logits_rounded_in_forward_alone(folder: Path) -> None:
     for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
@@ -562,8 +562,9 @@ def logits_rounded_in_forward_alone(folder: Path) -> None:
 @situation(
     14, "Modalities/modalities#464",
     "the cross entropy of BF16 logits is not computed in FP32: losses lie on BF16's grid, their gradients are rounded twice",
-    first="wrong", quiet=True,
-    words=("bf16 loss", "loss in bf16", "losses in bf16", "losses are bf16", "losses are rounded", "rounded to bf16", "bf16 values"),
+    first="silent", quiet=True,
+    words=("bf16 loss", "loss in bf16", "losses in bf16", "losses are bf16", "losses are rounded", "rounded to bf16",
+           "bf16 values"),
 )  # fmt: skip
 def loss_in_bf16(folder: Path) -> None:
     for name in ("sick", "clean"):

@@ -294,7 +294,7 @@ def learning_rate_of_a_late_group(folder: Path) -> None:
 @situation(
     14, "vllm-project/speculators#765",
     "a model that is wholly in BF16: its norms' weights start from 1 and stay there, as no update reaches half of a spacing",
-    first="wrong", modules=("blocks.0.norm", "blocks.1.norm", "norm"), codes=("F135",), words=("bf16", "bfloat16"),
+    first="silent", modules=("blocks.0.norm", "blocks.1.norm", "norm"), codes=("F135",), words=("bf16", "bfloat16"),
     misleading=("smooth", "amax", "scale_rounding", "loss scal", "learning rate"),
 )  # fmt: skip
 def norm_weights_stay_one(folder: Path) -> None:
@@ -312,7 +312,8 @@ def _orthogonal(x: Tensor) -> Tensor:
     for _ in range(5):
         gram = wide @ wide.t()
         wide = 3.4445 * wide + (-4.775 * gram + 2.0315 * gram @ gram) @ wide
-    return (wide if len(x) <= x.shape[1] else wide.t()).float()
+    out: Tensor = (wide if len(x) <= x.shape[1] else wide.t()).float()
+    return out
 
 
 class _NorMuon(torch.optim.Optimizer):
@@ -348,7 +349,7 @@ class _NorMuon(torch.optim.Optimizer):
 @situation(
     14, "microsoft/dion#24",
     "output projections start from zero, so the first gradients before them are zero: the optimizer divides 0 by 0 for them",
-    first="wrong", modules=tuple(f"blocks.{i}.{name}" for i in range(2) for name in ("gate", "up")), codes=("F125",),
+    first="misled", modules=tuple(f"blocks.{i}.{name}" for i in range(2) for name in ("gate", "up")), codes=("F125",),
     words=("optimizer", "update"), misleading=("smooth", "amax", "scale_rounding", "learning rate", "loss scal"),
 )  # fmt: skip
 def normalized_update_of_zeros(folder: Path) -> None:

@@ -269,7 +269,7 @@ class _Cached(nn.Module):
 @situation(
     14, "ai-dynamo/modelexpress#783",
     "a refit replaces the scales of keys and values, and the attention kernel goes on with those of the engine's dummy weights",
-    first="wrong", codes=("F122",), modules=("blocks.0.out",), words=("between", "attention", "no linear"),
+    first="silent", codes=("F122",), modules=("blocks.0.out",), words=("between", "attention", "no linear"),
     misleading=("synchron", "smooth", "eps", "optimizer", "learning rate"),
 )  # fmt: skip
 def cache_scales_of_the_dummy_weights(folder: Path) -> None:
