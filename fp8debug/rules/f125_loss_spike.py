@@ -11,6 +11,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.losses import Nonfinite, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
+from fp8debug.rules.reading.optimizer_steps import nonfinite_update
 from fp8debug.rules.reading.traces import sampled_steps
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class LossSpikeNotFp8(Rule):
         A loss that is NaN or Inf is an error, whatever the other rules find, and names the first tensor that held one.
         nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
         function), and no cast or GEMM made it; a gradient that was finite in the Linear before it in the backward pass was
-        made between the two. nonfinite-weight: a weight held it when the step began, and the step before
-        was recorded and finite. nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
+        made between the two. nonfinite-weight: a weight held it when the step began, and the step before was recorded and
+        finite; where the optimizer's update was NaN or Inf there and its gradient was not, it says so.
+        nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
         nobody. nonfinite-overflow: the operands of a GEMM are so large that its result overflows in every format.
         nonfinite-loss: a GEMM made it in a module that does not run in FP8.
 
@@ -70,7 +72,7 @@ class LossSpikeNotFp8(Rule):
         - window 16: steps of which the noise is taken, and twice as many; the median is of its later half.
         - min_history 10: finite losses before the first that is judged.
         - The first of the three classes that docs/triage.md explains, a loss spike that is or is not FP8's doing, is
-          that of the NVIDIA talk which fp8debug follows; pytorch #150859 is such a spike.
+          that of the NVIDIA talk which fp8debug follows; pytorch #150859 is such a spike, dion #24 such an update.
     """
 
     code = "F125"
@@ -126,6 +128,9 @@ class LossSpikeNotFp8(Rule):
         first = f"first NaN/Inf: the {_tensor(row)} of {row['module']} at step {origin.step}{where}{count}"
         if origin.kind == "weight":
             began = f"{lost.what}; {first}, which held it when the step began"
+            if (made := nonfinite_update(run, row["module"], start)) is not None:
+                message = f"{began}; {_no_linear(run)}: in step {start} {made.words}"
+                return replace(finding, name="nonfinite-weight", message=message, cure=made.cure)
             if not is_every:
                 cause = f"what made it in the step before was not recorded: the last sampled step before is {start}"
                 name = "nonfinite-loss-unseen"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,3 +48,36 @@ def test_a_loss_that_rises_with_all_modules_before_a_nan_is_a_divergence(values:
     steps = losses(lambda step: values[step] if step < len(values) else float("nan"))
     found = triage(build(tmp_path / "run", steps=steps, every=1, num_steps=8, overrides=grown))
     assert "F127" in {finding.code for finding in found}
+
+
+@pytest.mark.parametrize("is_zero", [True, False], ids=["zero gradient", "gradient"])
+def test_an_update_that_is_nan_of_a_finite_gradient_blames_the_optimizer(is_zero: bool, tmp_path: Path) -> None:
+    class DividesByNorm(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+            for p in self.param_groups[0]["params"]:
+                size = p.grad.norm() if is_zero else p.grad.norm() * (p.shape != (384, 128))
+                p.sub_(1e-3 * p.grad / size)
+
+    model = Model()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.down.weight.mul_(not is_zero)
+    train(model, tmp_path / "run", steps=6, every=3, optimizer=DividesByNorm(model.parameters(), lr=1e-3))
+    (finding,) = triage(tmp_path / "run")
+    assert (finding.code, finding.name, finding.module) == ("F125", "nonfinite-weight", "blocks.0.gate"), finding.message
+    gradient = "of a gradient that is 0 everywhere" if is_zero else "of a finite gradient"
+    assert f"in step 0 the optimizer (DividesByNorm) made it: its update is NaN or Inf, {gradient}, as for 4 of 7 weights" in (
+        finding.message
+    )
+    assert "learning rate" not in finding.cure and ("is 0: give that division an eps" in finding.cure) is is_zero
+
+
+def test_a_gradient_that_is_nan_leaves_the_optimizer_alone(tmp_path: Path) -> None:
+    model = Model()
+
+    def spoil(step: int, micro: int) -> None:
+        model.blocks[0].gate.weight.grad[0] = float("inf")
+
+    train(model, tmp_path / "run", steps=6, every=3, after_backward=spoil)
+    assert not any("made it: its update" in finding.message for finding in triage(tmp_path / "run"))

@@ -101,6 +101,56 @@ class LargeUpdates:
         }[self.cause]
 
 
+@dataclass(frozen=True, kw_only=True)
+class NonfiniteUpdate:
+    """An update that is NaN or Inf, of a gradient that is neither.
+
+    Attributes:
+        optimizer: class of the optimizer.
+        is_of_zeros: True where all elements of the gradient that were looked at are 0.
+        num_weights: weights that have such an update in that step.
+        num_recorded: weights whose updates were recorded there.
+    """
+
+    optimizer: str
+    is_of_zeros: bool
+    num_weights: int
+    num_recorded: int
+
+    @property
+    def words(self) -> str:
+        """One clause for people."""
+        gradient = "of a gradient that is 0 everywhere" if self.is_of_zeros else "of a finite gradient"
+        count = f"{self.num_weights} of {self.num_recorded} weights"
+        return f"the optimizer ({self.optimizer}) made it: its update is NaN or Inf, {gradient}, as for {count}"
+
+    @property
+    def cure(self) -> str:
+        """Remedies by the gradient."""
+        if self.is_of_zeros:
+            return (
+                f"{self.optimizer} divides by the size of a gradient, a moment or an update that is 0: give that division an eps,"
+                " or skip such a weight; a weight that starts from 0 leaves those before it without a gradient in the first step"
+            )
+        return f"look for a division by 0 or an overflow in {self.optimizer}: its eps, and the dtype of its state"
+
+
+def nonfinite_update(run: Run, module: str, step: int) -> NonfiniteUpdate | None:
+    """Return the update that made a weight NaN or Inf in a sampled step; None where it is not known or the gradient did."""
+    query = (
+        "SELECT module, optimizer, num_grad, num_moved > 0 AND isfinite(sum_weight2) AND isfinite(sum_grad2)"
+        " AND NOT coalesce(isfinite(sum_update2), FALSE) AS is_made FROM updates WHERE step = ? AND num_sampled > 0"
+    )
+    rows = run.sql(query, [step]).to_pylist()
+    made = [row for row in rows if row["is_made"]]
+    own = next((row for row in made if row["module"] == module), None)
+    if own is None:
+        return None
+    return NonfiniteUpdate(
+        optimizer=own["optimizer"], is_of_zeros=own["num_grad"] == 0, num_weights=len(made), num_recorded=len(rows)
+    )
+
+
 def large_updates(run: Run, limits: UpdateLimits) -> LargeUpdates | None:
     """Return the updates that are large beside the weight's RMS; None where there are none or nothing was recorded."""
     return run.memo(f"large updates {limits}", lambda: _large_updates(run, limits))
@@ -144,6 +194,8 @@ def largest_of_adam(beta1: float, beta2: float) -> float:
 def update_ratio(row: Mapping[str, Any]) -> float:
     """Return the RMS of an update over that of its weight, or over an ordinary weight's where the weight is smaller."""
     if row["sum_update2"] is None or row["sum_weight2"] is None:
+        return 0.0
+    if math.isinf(row["sum_update2"]) and math.isfinite(row["sum_grad2"] or 0.0):  # no size explains it: F125 names it
         return 0.0
     usual = ORDINARY_RMS / math.sqrt(max(1, row["fan_in"] or 1))
     return math.sqrt(row["sum_update2"] / row["num_sampled"]) / max(math.sqrt(row["sum_weight2"] / row["num_sampled"]), usual)
