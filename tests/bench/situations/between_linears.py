@@ -1,4 +1,4 @@
-"""Attention and norms: what a model computes between its Linears in low precision."""
+"""Attention, norms, pooling and the loss: what a model computes between its Linears in low precision."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fp8debug
 from tests.bench.situations import situation
-from tests.bench.situations.stack import UP, Model, train
+from tests.bench.situations.stack import UP, VOCABULARY, Block, Model, batch, cross_entropy, train
 
 #: Sequences of a batch of 320 tokens, and the tokens of each; the first ``PADDING`` of every second sequence are padding.
 SEQUENCES, LENGTH, PADDING = 8, 40, 6
@@ -188,3 +189,97 @@ def expert_bias_in_bf16(folder: Path) -> None:
                 one.balance()
 
         train(model, folder / name, steps=96, every=8, after=balance)
+
+
+class _Context(Block):
+    """A block that adds the mean over all tokens to each of them; the sum is FP16, or FP32 where ``upcasts``."""
+
+    upcasts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if self.upcasts else x.half()
+        mean = h.sum(0).float() / len(x)
+        return super().forward(x + mean)
+
+
+@situation(
+    15, "motional/nuplan-devkit#91",
+    "sums of features overflow in FP16: Inf there, and the loss is NaN",
+    first="wrong", modules=("blocks.1.gate", *UP), gemms=("fprop",), tensors=("input",), codes=("F125",),
+    words=("fp16", "overflow", "range"), misleading=("smooth", "amax_eps", "learning rate", "optimizer", "scale_rounding"),
+)  # fmt: skip
+def sums_overflow_in_fp16(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(block=_Context)
+        for block in model.blocks:
+            block.upcasts = name == "clean"
+        with torch.no_grad():  # a channel of one sign whose sum over a batch comes near 65504
+            model.embed.weight[:, 17] = torch.linspace(20.0, 180.0, VOCABULARY)
+        train(model, folder / name, steps=20, every=2)
+
+
+class _StatisticsPooling(nn.Module):
+    """Attentive pooling of mean and standard deviation over each sequence, in FP16, with a least variance."""
+
+    least = 1e-10
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.RMSNorm(width), linear(width, hidden, bias=bias)
+        self.down = linear(2 * hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        h = self.gate(self.norm(x)).relu().half().unflatten(0, (SEQUENCES, LENGTH))
+        share = h.softmax(1)
+        mean = (share * h).sum(1)
+        spread = ((share * h.square()).sum(1) - mean.square()).clamp(min=self.least).sqrt()
+        pooled = self.down(torch.cat([mean, spread], -1).float())
+        out: Tensor = x + pooled.repeat_interleave(LENGTH, 0).to(x.dtype)
+        return out
+
+
+@situation(
+    15, "wenet-e2e/wespeaker#133",
+    "the least variance of a pooling, 1e-10, is zero in FP16: the gradient of its root is Inf, and every step is skipped",
+    first="wrong", modules=("blocks.1.gate",), gemms=("dgrad", "wgrad"), tensors=("grad_output",), codes=("F125", "F126"),
+    words=("no linear", "outside", "between"),
+    misleading=("smooth", "amax_eps", "learning rate", "optimizer", "lower the loss scale", "scale_rounding"),
+)  # fmt: skip
+def least_variance_rounds_to_zero(folder: Path) -> None:
+    for name, least in (("sick", 1e-10), ("clean", 1e-7)):
+        model, scale = Model(block=_StatisticsPooling), 2.0**8
+        for block in model.blocks:
+            block.least = least
+        with torch.no_grad():  # a dead channel
+            for block in model.blocks:
+                block.gate.weight[5] = 0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        with fp8debug.watch(model, folder / name, every=3) as watch:
+            for step in range(24):
+                tokens, classes = batch(step)
+                loss = cross_entropy(model(tokens), classes)
+                (loss * scale).backward()
+                given = [p.grad for p in model.parameters() if p.grad is not None]
+                used = scale
+                if all(bool(g.isfinite().all()) for g in given):
+                    for g in given:
+                        g.div_(scale)
+                    optimizer.step()
+                else:
+                    scale /= 2
+                optimizer.zero_grad()
+                watch.step(loss=loss, loss_scale=used)
+
+
+@situation(
+    15, "deepspeedai/DeepSpeedExamples#754",
+    "the loss is computed in the BF16 of the logits: it and its gradient are rounded",
+    first="wrong", quiet=True, words=("loss is in bf16", "loss in bf16", "loss is bf16", "computed in bf16", "rounded to bf16"),
+)  # fmt: skip
+def loss_of_bf16_logits(folder: Path) -> None:
+    def in_bf16(out: Tensor, classes: Tensor) -> Tensor:
+        return functional.cross_entropy(out.bfloat16(), classes)
+
+    train(Model(), folder / "sick", loss_of=in_bf16, steps=40)
+    train(Model(), folder / "clean", steps=40)

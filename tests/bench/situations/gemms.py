@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.nn import functional
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
     DOWN,
+    E4M3,
+    LARGEST,
+    TOKENS,
     UP,
     Block,
     BlockLinear,
@@ -22,6 +26,8 @@ from tests.bench.situations.stack import (
     TwoExperts,
     _Product,
     fp8_gemm_nt,
+    quantized,
+    scales_of,
     train,
     values,
     with_fault,
@@ -268,3 +274,53 @@ def garbage_columns_now_and_then(folder: Path) -> None:
 
     train(Model(Fault), folder / "sick")
     train(Model(), folder / "clean")
+
+
+class _Grouped(BlockLinear):
+    """A Linear of a mixture's tokens in a padded buffer, tensorwise, whose kernel writes the rows of tokens alone.
+
+    Attributes:
+        leftover: what it finds in the other rows.
+    """
+
+    leftover: Callable[[], float] = staticmethod(lambda: 0.0)
+
+    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+        x, block = x.contiguous(), (128, 128) if tensor == "weight" else (1, 128)
+        scales = torch.full_like(scales_of(x, block, LARGEST[E4M3]), float(x.abs().max().clamp(min=1e-12)) / LARGEST[E4M3])
+        return quantized(x, scales, block), scales
+
+    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+        out = super().product(gemm, a, b, shape)
+        if gemm != "wgrad":
+            out[TOKENS:] = type(self).leftover()
+        return out
+
+
+class _PaddedExpert(Block):
+    """An expert whose tokens lie in a buffer that is padded to a multiple of 128."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(functional.pad(x, (0, 0, 0, -len(x) % 128)))
+        return out[: len(x)]
+
+
+@situation(
+    15, "AMD-AGI/Primus-Turbo#397",
+    "a grouped GEMM never writes the rows of padding of its output: NaN of earlier tensors there, and in the next amax",
+    first="wrong", modules=("blocks.0.up",), gemms=("fprop",), tensors=("output",), codes=("F103", "F117", "F128"),
+    words=("gemm", "kernel", "never written", "unwritten", "uninitialized"),
+    misleading=("smooth", "amax_eps", "learning rate", "optimizer", "loss scal"),
+)  # fmt: skip
+def output_rows_unwritten(folder: Path) -> None:
+    calls = [0]
+
+    def memory() -> float:
+        calls[0] += 1
+        return math.nan if calls[0] % 16 == 2 else 0.5  # the allocator's memory holds NaN now and then
+
+    class Fault(_Grouped):
+        leftover = staticmethod(memory)
+
+    train(Model(Fault, block=_PaddedExpert), folder / "sick", steps=8, every=2)
+    train(Model(_Grouped, block=_PaddedExpert), folder / "clean", steps=8, every=2)

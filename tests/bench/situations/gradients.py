@@ -14,6 +14,8 @@ import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
     DOWN,
+    E5M2,
+    LARGEST,
     UP,
     VOCABULARY,
     BlockLinear,
@@ -23,6 +25,8 @@ from tests.bench.situations.stack import (
     _Product,
     batch,
     cross_entropy,
+    expanded,
+    scales_of,
     train,
     with_fault,
 )
@@ -574,3 +578,39 @@ def loss_in_bf16(folder: Path) -> None:
             return functional.cross_entropy(logits if name == "sick" else logits.float(), classes)
 
         train(Model(), folder / name, loss_of=loss_of)
+
+
+class _NoFloor(BlockLinear):
+    """A Linear whose gradients are cast by multiplying with the scale, without a least amax."""
+
+    least = 0.0
+
+    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+        if tensor != "grad_output":
+            return super().cast(gemm, tensor, x)
+        x = x.contiguous()
+        scale = 1 / scales_of(x, (1, 128), LARGEST[E5M2], self.least)
+        return (x.float() * expanded(scale, x.shape, (1, 128))).clamp(-57344, 57344).to(E5M2), 1 / scale
+
+
+@situation(
+    15, "AI-Hypercomputer/maxtext#3721",
+    "each NaN in a gradient is set to zero before the optimizer sees it: the loss looks fine",
+    first="wrong", modules=UP, gemms=("dgrad", "wgrad"), tensors=("grad_output",), codes=("F103",), words=("nan", "eps"),
+    misleading=("smooth", "learning rate", "loss scal", "optimizer"),
+)  # fmt: skip
+def nan_gradients_are_zeroed(folder: Path) -> None:
+    for name, least in (("sick", 0.0), ("clean", 1e-12)):
+        model = Model()
+        layer: Any = model.blocks[1].up
+        layer.__class__, layer.least = _NoFloor, least
+        with torch.no_grad():  # a dead channel: its gradients are zeros
+            layer.weight[5] = 0
+            model.blocks[1].down.weight[:, 5] = 0
+
+        def sanitize(step: int, number: int, model: Model = model) -> None:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.nan_to_num_(nan=0.0)
+
+        train(model, folder / name, after_backward=sanitize)

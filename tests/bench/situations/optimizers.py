@@ -361,3 +361,15 @@ def normalized_update_of_zeros(folder: Path) -> None:
         matrices = [module.weight for module in model.modules() if isinstance(module, BlockLinear)]
         rest = [p for p in model.parameters() if not any(p is one for one in matrices)]
         train(model, folder / name, optimizer=_NorMuon(matrices, rest, eps))
+
+
+@situation(
+    15, "tianweiy/CausVid#19",
+    "the whole model is cast to BF16, weights too, and trained with the learning rate of FP32: it hardly converges",
+    first="wrong", codes=("F135",), words=("update", "master"), misleading=("amax_eps", "smooth", "scale_rounding"),
+)  # fmt: skip
+def whole_model_in_bf16(folder: Path) -> None:
+    for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):
+        model = Model(InInputType).to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-6, betas=(0.0, 0.999))
+        train(model, folder / name, optimizer=optimizer)

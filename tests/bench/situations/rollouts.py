@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fp8debug
 from tests.bench.situations import situation
 from tests.bench.situations.stack import (
+    Block,
     Model,
     batch,
     rollouts,
@@ -283,3 +284,30 @@ def cache_scales_of_the_dummy_weights(folder: Path) -> None:
 
     rollouts(folder / "sick", lambda engine: refit(engine, is_stale=True), block=_Cached)
     rollouts(folder / "clean", lambda engine: refit(engine, is_stale=False), block=_Cached)
+
+
+class _Timed(Block):
+    """A block conditioned on the noise level of each token, by its place on a schedule of some points."""
+
+    points = 15
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(len(x)) % 13
+        angles = 1000 * torch.linspace(1, 0, self.points)[places][:, None] * 10000.0 ** (-torch.arange(64) / 64)
+        return super().forward(x + torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype))
+
+
+@situation(
+    15, "verl-project/verl-omni#280",
+    "the rollout engine's schedule has a point less than the trainer's: it conditions the model on other noise levels",
+    first="wrong", codes=("F122",), modules=("blocks.0.gate", "blocks.0.up"), tensors=("input",),
+    words=("between", "no linear", "before it", "outside", "its input"),
+    misleading=("synchron", "smooth", "eps", "optimizer", "learning rate", "scale"),
+)  # fmt: skip
+def rollout_on_another_schedule(folder: Path) -> None:
+    def shorten(engine: Any) -> None:
+        for block in engine.blocks:
+            block.points = 14
+
+    rollouts(folder / "sick", shorten, block=_Timed)
+    rollouts(folder / "clean", lambda engine: None, block=_Timed)

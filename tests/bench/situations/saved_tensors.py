@@ -199,3 +199,25 @@ def activation_stored_without_a_scale(folder: Path) -> None:
             model.blocks[1].up.weight[17] *= 600
             model.blocks[1].down.weight[:, 17] /= 600
         train(model, folder / name, steps=12, every=2)
+
+
+@situation(
+    15, "NVIDIA/TransformerEngine#24",
+    "the layer that is recomputed as a whole runs in FP8 in the forward pass, and outside the FP8 context when it is repeated",
+    first="wrong", codes=("F110", "F111", "F115", "F128"), words=("recompute", "repeat"),
+    misleading=("eps", "smooth", "optimizer", "learning rate"),
+)  # fmt: skip
+def repeated_outside_fp8(folder: Path) -> None:
+    class Whole(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+            return out
+
+    class Fault(BlockLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch._C._current_graph_task_id() == -1:
+                return super().forward(x)
+            return functional.linear(x.bfloat16(), self.weight.bfloat16())
+
+    train(Model(Fault, block=Whole), folder / "sick")
+    train(Model(block=Whole), folder / "clean")

@@ -487,3 +487,93 @@ def unwritten_scales_of_padding(folder: Path) -> None:
         model.get_submodule("blocks.1.down").__class__ = last
         model.get_submodule("blocks.0.down").__class__ = _Padded
         train(model, folder / name, steps=12)
+
+
+class _Histories(BlockLinear):
+    """A Linear under delayed scaling whose amax histories travel as gradients, and are reduced over the microbatches."""
+
+    length = 16
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.histories: dict[str, Tensor] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
+
+    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+        x, amax = x.contiguous(), x.detach().abs().max().float()
+        old = self.histories.get(tensor, torch.zeros(self.length))
+        if (gemm, tensor) in (("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output")):
+            self.gradients.setdefault(tensor, []).append(torch.cat([amax[None], old[:-1]]))
+        block = (128, 128) if tensor == "weight" else (1, 128)
+        largest = old.max() if old.any() else amax
+        scales = torch.full_like(scales_of(x, block, LARGEST[E4M3]), float(largest) / LARGEST[E4M3])
+        return quantized(x, scales, block), scales
+
+    def overwrite(self, *, sums: bool) -> None:
+        """Set each history to the sum, or the maximum, of what the microbatches gave."""
+        for tensor, given in self.gradients.items():
+            self.histories[tensor] = torch.stack(given).sum(0) if sums else torch.stack(given).amax(0)
+        self.gradients.clear()
+
+
+@situation(
+    15, "google/praxis#40",
+    "amax histories that travel as gradients are added over the microbatches of a pipeline: scales grow with every step",
+    first="wrong", codes=("F101", "F102", "F113"), gemms=("fprop", "dgrad"), tensors=("input", "weight", "grad_output"),
+    words=("sum", "accumul", "microbatch", "never"), misleading=("smooth", "eps", "optimizer", "learning rate", "loss scal"),
+)  # fmt: skip
+def amax_histories_are_added(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(_Histories)
+        layers = [module for module in model.modules() if isinstance(module, _Histories)]
+
+        def reduce(step: int, number: int, layers: Sequence[_Histories] = layers, sums: bool = name == "sick") -> None:
+            if number:
+                for layer in layers:
+                    layer.overwrite(sums=sums)
+
+        train(model, folder / name, micro=2, after_backward=reduce)
+
+
+class _CachedWeight(BlockLinear):
+    """A Linear under delayed scaling that casts its weight in the first of four microbatches.
+
+    Its scale is updated after that forward pass; later microbatches read the cached data under the scale of the cast, or under
+    the updated one.
+    """
+
+    updates = True
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.num, self.amax, self.scale_inv = 0, 0.0, 1.0
+        self.cached: dict[str, Tensor] = {}
+
+    def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+        if tensor != "weight":
+            return super().cast(gemm, tensor, x)
+        x, block = x.contiguous(), (128, 128)
+        shape = scales_of(x, block, LARGEST[E4M3])
+        if gemm == "fprop":
+            self.num += 1
+            if self.num % 4 == 1:
+                self.scale_inv = self.amax / LARGEST[E4M3] if self.amax else 1.0
+                data = quantized(x, torch.full_like(shape, self.scale_inv), block)
+                self.cached = {"fprop": data, "dgrad": data.t().contiguous()}
+                self.amax = max(self.amax, float(x.abs().max()))
+        later = self.updates and self.num % 4 != 1
+        return self.cached[gemm], torch.full_like(shape, self.amax / LARGEST[E4M3] if later else self.scale_inv)
+
+
+@situation(
+    15, "NVIDIA/TransformerEngine#1047",
+    "scales are updated between microbatches, the cached FP8 weight is not: from the second on its data have another scale",
+    first="wrong", codes=("F112", "F113", "F119", "F121"), gemms=("fprop", "dgrad"), tensors=("weight",),
+    words=("microbatch", "cach"), misleading=("smooth", "eps", "optimizer", "learning rate", "loss scal"),
+)  # fmt: skip
+def scale_updated_between_microbatches(folder: Path) -> None:
+    class Kept(_CachedWeight):
+        updates = False
+
+    train(Model(_CachedWeight), folder / "sick", micro=4, steps=16)
+    train(Model(Kept), folder / "clean", micro=4, steps=16)
