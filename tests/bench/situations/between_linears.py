@@ -205,7 +205,7 @@ class _Context(Block):
 @situation(
     15, "motional/nuplan-devkit#91",
     "sums of features overflow in FP16: Inf there, and the loss is NaN",
-    first="wrong", modules=("blocks.1.gate", *UP), gemms=("fprop",), tensors=("input",), codes=("F125",),
+    first="incomplete", modules=("blocks.1.gate", *UP), gemms=("fprop",), tensors=("input",), codes=("F125",),
     words=("fp16", "overflow", "range"), misleading=("smooth", "amax_eps", "learning rate", "optimizer", "scale_rounding"),
 )  # fmt: skip
 def sums_overflow_in_fp16(folder: Path) -> None:
@@ -242,7 +242,7 @@ class _StatisticsPooling(nn.Module):
 @situation(
     15, "wenet-e2e/wespeaker#133",
     "the least variance of a pooling, 1e-10, is zero in FP16: the gradient of its root is Inf, and every step is skipped",
-    first="wrong", modules=("blocks.1.gate",), gemms=("dgrad", "wgrad"), tensors=("grad_output",), codes=("F125", "F126"),
+    first="misled", modules=("blocks.1.gate",), gemms=("dgrad", "wgrad"), tensors=("grad_output",), codes=("F125", "F126"),
     words=("no linear", "outside", "between"),
     misleading=("smooth", "amax_eps", "learning rate", "optimizer", "lower the loss scale", "scale_rounding"),
 )  # fmt: skip
@@ -275,7 +275,7 @@ def least_variance_rounds_to_zero(folder: Path) -> None:
 @situation(
     15, "deepspeedai/DeepSpeedExamples#754",
     "the loss is computed in the BF16 of the logits: it and its gradient are rounded",
-    first="wrong", quiet=True, words=("loss is in bf16", "loss in bf16", "loss is bf16", "computed in bf16", "rounded to bf16"),
+    first="silent", quiet=True, words=("loss is in bf16", "loss in bf16", "loss is bf16", "computed in bf16", "rounded to bf16"),
 )  # fmt: skip
 def loss_of_bf16_logits(folder: Path) -> None:
     def in_bf16(out: Tensor, classes: Tensor) -> Tensor:

@@ -366,7 +366,7 @@ def normalized_update_of_zeros(folder: Path) -> None:
 @situation(
     15, "tianweiy/CausVid#19",
     "the whole model is cast to BF16, weights too, and trained with the learning rate of FP32: it hardly converges",
-    first="wrong", codes=("F135",), words=("update", "master"), misleading=("amax_eps", "smooth", "scale_rounding"),
+    first="right", codes=("F135",), words=("update", "master"), misleading=("amax_eps", "smooth", "scale_rounding"),
 )  # fmt: skip
 def whole_model_in_bf16(folder: Path) -> None:
     for name, dtype in (("sick", torch.bfloat16), ("clean", torch.float32)):

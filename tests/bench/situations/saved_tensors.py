@@ -204,7 +204,7 @@ def activation_stored_without_a_scale(folder: Path) -> None:
 @situation(
     15, "NVIDIA/TransformerEngine#24",
     "the layer that is recomputed as a whole runs in FP8 in the forward pass, and outside the FP8 context when it is repeated",
-    first="wrong", codes=("F110", "F111", "F115", "F128"), words=("recompute", "repeat"),
+    first="silent", codes=("F110", "F111", "F115", "F128"), words=("recompute", "repeat"),
     misleading=("eps", "smooth", "optimizer", "learning rate"),
 )  # fmt: skip
 def repeated_outside_fp8(folder: Path) -> None:

@@ -519,7 +519,7 @@ class _Histories(BlockLinear):
 @situation(
     15, "google/praxis#40",
     "amax histories that travel as gradients are added over the microbatches of a pipeline: scales grow with every step",
-    first="wrong", codes=("F101", "F102", "F113"), gemms=("fprop", "dgrad"), tensors=("input", "weight", "grad_output"),
+    first="false alarm", codes=("F101", "F102", "F113"), gemms=("fprop", "dgrad"), tensors=("input", "weight", "grad_output"),
     words=("sum", "accumul", "microbatch", "never"), misleading=("smooth", "eps", "optimizer", "learning rate", "loss scal"),
 )  # fmt: skip
 def amax_histories_are_added(folder: Path) -> None:
@@ -568,7 +568,7 @@ class _CachedWeight(BlockLinear):
 @situation(
     15, "NVIDIA/TransformerEngine#1047",
     "scales are updated between microbatches, the cached FP8 weight is not: from the second on its data have another scale",
-    first="wrong", codes=("F112", "F113", "F119", "F121"), gemms=("fprop", "dgrad"), tensors=("weight",),
+    first="misled", codes=("F112", "F113", "F119", "F121"), gemms=("fprop", "dgrad"), tensors=("weight",),
     words=("microbatch", "cach"), misleading=("smooth", "eps", "optimizer", "learning rate", "loss scal"),
 )  # fmt: skip
 def scale_updated_between_microbatches(folder: Path) -> None:
