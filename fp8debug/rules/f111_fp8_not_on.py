@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 _COLUMNS = ("sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms")
 #: SQNR of Gaussian data in E4M3, closed form (numerics.md, 4).
 _FP8_DB = 31.5
+#: By operand: the GEMM of another Linear that made it, which of that one's features is 1, which are the operand's columns, and
+#: which of the operand's own Linear they are.
+_RANK_ONE = {
+    "grad_output": ("dgrad", "out_features", "in_features", "out_features"),
+    "input": ("fprop", "in_features", "out_features", "in_features"),
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,10 @@ class Fp8NotOn(Rule):
         distinct magnitudes (one-hot inputs, weights one optimizer step after zero initialisation); powers of two; blocks
         with few nonzero elements, or with elements of one magnitude, each of which is its block's amax (grad_output of a
         layer with one output, or of a router that takes the softmax of its two best experts; a batch of one token in
-        wgrad); a weight that lies on the FP8 grid already beside an input that does not.
+        wgrad); a weight that lies on the FP8 grid already beside an input that does not; a tensor of rank one that a Linear
+        with one output sends back, or one with one input sends on: each row is a multiple of that Linear's weight, which is
+        FP8 already, so that the row's own scale brings the same values back. Its error is that of rounding the product, and
+        not 0, as it is of an operand that was not cast; the GEMM's other operand shows the error of FP8.
 
     Why it matters
         A wrong flag or an unsupported dimension falls back to BF16 without a word. The run proves nothing about FP8
@@ -127,7 +136,8 @@ class Fp8NotOn(Rule):
             if partners != {"weight"}:
                 other = next(t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor)
                 key = (trace.module, trace.gemm, other, trace.rows[0]["step"])
-                yield self._finding(trace, partner_in_fp8=key in in_fp8)
+                if key not in in_fp8 or not self._is_of_rank_one(run, trace, in_fp8):
+                    yield self._finding(trace, partner_in_fp8=key in in_fp8)
 
     def _proved(self, wholes: Iterable[Trace], limit_db: float | None = None) -> list[Trace]:
         """Return the traces whose operands no cast of their format can have made, at half of the sampled steps or more."""
@@ -172,6 +182,30 @@ class Fp8NotOn(Rule):
             f" AND step IN ({', '.join(map(str, steps))}) AND sum_err2 >= {10 ** (-self.min_sqnr_db / 10):.6e} * sum_x2"
         )
         return {tuple(row.values()) for row in run.sql(query).to_pylist()} if found else set()
+
+    def _is_of_rank_one(self, run: Run, trace: Trace, in_fp8: Container[tuple[str, str, str, int]]) -> bool:
+        """Return whether an operand's rows are multiples of one FP8 vector: the weight of a Linear with one output or input.
+
+        With one output, dgrad is grad_input = g w for a column g and the only row w of the weight as the GEMM reads it. A block
+        within a row is then g_i w: its amax is g_i times that of w, and w's codes come back. ReLU and dropout on the way leave
+        multiples of w's elements. With one input, fprop's output is x w, likewise, without a bias.
+        """
+        if math.isinf(trace.least("sqnr_db")["sqnr_db"]):
+            return False
+        gemm, one, other, side = _RANK_ONE.get(trace.tensor, ("",) * 4)
+        modules = {m["fqn"]: m for m in run.modules if m["call_index"] is not None}
+        if not gemm or trace.module not in modules:
+            return False
+        own, step = modules[trace.module], trace.rows[0]["step"]
+        order = 1 if gemm == "dgrad" else -1
+        return any(
+            m.get(one) == 1
+            and m.get(other) == own.get(side)
+            and order * (m["call_index"] - own["call_index"]) > 0
+            and not (gemm == "fprop" and m.get("bias"))
+            and (name, gemm, "weight", step) in in_fp8
+            for name, m in modules.items()
+        )
 
     def _finding(self, trace: Trace, *, partner_in_fp8: bool) -> Finding:
         row = trace.least("sqnr_db")

@@ -141,6 +141,34 @@ def test_a_converted_model_is_clean(tmp_path: Path, make: Callable[[], nn.Module
     assert recommend(run, triage(run), 1.0) == []
 
 
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_linear_with_one_output_sends_back_lies_on_the_grid(tmp_path: Path, dtype: torch.dtype, is_off: bool) -> None:
+    """Rows of grad_output are multiples of the critic's only weight row, which is FP8: a cast changes nothing, and is there.
+
+    Where FP8 is off in the Linear before it, that is found all the same.
+    """
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, 128), nn.Linear(128, 1)).to(dtype)
+    fp8debug.convert(critic, "blockwise")
+    if is_off:
+        fp8debug.inject(critic, "silent_bf16", module="2", step=0)
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
+    with fp8debug.watch(critic, tmp_path / "run", every=2) as watch:
+        for _ in range(8):
+            x = torch.randn(TOKENS, WIDTH, dtype=dtype)
+            loss = (critic(x) - x[:, :1]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss)
+    run = Run(tmp_path / "run")
+    site = "module = '2' AND gemm = 'dgrad' AND tensor = 'grad_output' AND reference = 'operand' AND actual"
+    query = f"SELECT min(sqnr_db) AS db FROM sites WHERE {site}"
+    assert run.sql(query).to_pylist()[0]["db"] > 45
+    assert [(f.code, f.module, str(f.severity)) for f in triage(run)] == [("F111", "2", "warning")] * is_off
+
+
 def test_a_plain_model_is_clean(tmp_path: Path) -> None:
     torch.manual_seed(0)
     assert list(triage(recorded(Reward(), tmp_path / "run"))) == []
