@@ -15,6 +15,7 @@ from fp8debug.rules.reading.unwatched import in_words, unwatched
 from fp8debug.store.flop_shares import GemmShares, Rest, gemm_shares
 from fp8debug.store.read.module_names import folded
 from fp8debug.store.read.run import Run
+from fp8debug.types import Gemm
 
 from .console import open_run, print_table, to_csv, to_json, wide_option
 from .output import echo, write
@@ -37,6 +38,9 @@ WITH recorded AS (
   SELECT module, sum(num_tensors) FILTER (WHERE gemm = 'fprop') AS fprop, sum(num_tensors) FILTER (WHERE gemm = 'dgrad') AS dgrad,
     sum(num_tensors) FILTER (WHERE gemm = 'wgrad') AS wgrad
   FROM sites WHERE actual AND reference = 'shadow' GROUP BY module
+), wanted AS (
+  SELECT module, sum(num_tensors) AS wanted FROM sites
+  WHERE actual AND reference = 'operand' AND gemm = 'wgrad' AND tensor = 'input' GROUP BY module
 ), sampled AS (
   SELECT count(DISTINCT step) AS times FROM sites WHERE actual
 )
@@ -46,16 +50,18 @@ SELECT fqn AS module, kind, coalesce(fp8, false) AS fp8, coalesce(requested, 'no
   casts, CASE WHEN NOT coalesce(fp8, false) THEN coalesce(reason, 'no reason recorded') WHEN NOT coalesce(observed, false)
   THEN coalesce(reason, 'not observed')
   WHEN fprop IS NULL THEN 'never called in a sampled step, or under torch.compile' END AS reason,
-  CASE WHEN coalesce(wgrad, 0) = 0 AND fprop > 0 THEN 'no wgrad seen: a frozen weight, or not recorded'
-  WHEN fprop > wgrad THEN 'fewer wgrad than fprop: ' || CAST(fprop - wgrad AS INTEGER) || ' not seen'
-  WHEN fprop > dgrad THEN 'fewer dgrad than fprop: ' || CAST(fprop - dgrad AS INTEGER) || ' not seen' END AS note
+  fprop, dgrad, wgrad, wanted
 FROM modules CROSS JOIN sampled LEFT JOIN recorded ON recorded.module = modules.fqn LEFT JOIN seen ON seen.module = modules.fqn
+LEFT JOIN wanted ON wanted.module = modules.fqn
 ORDER BY call_index NULLS LAST, fqn
 """
 
 #: Parts of a name that say what a Linear is for, where common practice keeps it in high precision.
 SPARED = {"lm_head": "an output head", "head": "an output head", "output_layer": "an output head", "embed_out": "an output head"}
 SPARED |= {"router": "a router", "embed": "an embedding", "embedding": "an embedding", "norm": "a normalisation"}
+
+#: Backward GEMMs that ran in a backward pass and were not seen, as the recording says itself.
+UNSEEN = "SELECT DISTINCT module, code FROM events WHERE code LIKE 'not-observed:%'"
 
 TOTALS = """
 SELECT count(*) FILTER (WHERE fp8) AS num_fp8, count(*) AS num,
@@ -91,15 +97,51 @@ def _rows(run: Run, lost: Sequence[Lost], shares: GemmShares | None) -> list[dic
     """Return a row for each Linear, then one for each module or function with other GEMMs; ``flops`` is a share."""
     rows: list[dict[str, Any]] = run.sql(MODULES).to_pylist()
     modules = {module["fqn"]: module for module in run.modules}
+    unseen: dict[str, str] = {}
+    for event in run.sql(UNSEEN).to_pylist():
+        unseen[event["module"]] = unseen.get(event["module"], "") + event["code"]
     for row in rows:
+        seen = {gemm: row.pop(gemm) for gemm in ("fprop", "dgrad", "wgrad", "wanted")}
         ends = [str(one) for one in lost if not one.ended and one.module in (None, row["module"])]
-        gemms = None if run.manifest.get("inference") is True else row["note"]  # which has no backward to miss
+        gemms = None if run.manifest.get("inference") is True else _on_backward(seen, row["kind"], unseen.get(row["module"], ""))
         override = _backward_override(modules[row["module"]])
         notes = *ends[:1], override or gemms, _against_practice(modules[row["module"]])
         row["note"] = "; ".join(note for note in notes if note) or None
         if shares is not None:
             row["flops"] = shares.modules.get(row["module"], 0.0)
     return rows if shares is None else [*rows, *map(_row_of_rest, shares.rest)]
+
+
+def _on_backward(seen: Mapping[str, float | None], kind: str, unseen: str) -> str | None:
+    """Return a note on forward passes without backward GEMMs, with what is known of the reason.
+
+    An Fp8Linear records its backward pass whenever it runs, and casts the input for wgrad in each forward pass that wants a
+    gradient of the weight; of other modules neither is certain.
+
+    Args:
+        seen: GEMMs of each kind in all sampled steps; ``wanted`` are casts of an input for wgrad.
+        kind: of the module.
+        unseen: codes of its events on GEMMs that its backward pass lacks.
+    """
+    fprop, dgrad, wgrad, wanted = (int(seen[name] or 0) for name in ("fprop", "dgrad", "wgrad", "wanted"))
+    if not fprop or (wgrad >= fprop and not 0 < dgrad < fprop):
+        return None
+    if not wgrad and not dgrad:
+        return "no wgrad seen: no backward pass followed, the weight is frozen, or it was not recorded"
+    if wgrad >= fprop:
+        why = "not seen in the backward pass" if Gemm.DGRAD.value in unseen else "the input needed no gradient"
+        doubt = "" if unseen or kind == "Fp8Linear" else ", or it was not seen"
+        return f"{fprop - dgrad} of {fprop} fprop without a dgrad: {why}{doubt}"
+    if Gemm.WGRAD.value in unseen:
+        return f"{fprop - wgrad} of {fprop} fprop without a wgrad: not seen in the backward pass, or none followed"
+    if dgrad >= fprop:
+        parts = [(fprop - wgrad, "the weight was frozen")]
+    elif kind == "Fp8Linear" and wanted >= wgrad > 0:
+        parts = [(wanted - wgrad, "no backward pass followed"), (fprop - wanted, "the weight was frozen")]
+    else:
+        parts = [(fprop - wgrad, "no backward pass followed or the weight was frozen")]
+    doubt = "" if kind == "Fp8Linear" else ", or it was not seen"
+    return "; ".join(f"{num} of {fprop} fprop without a wgrad: {why}{doubt}" for num, why in parts if num > 0)
 
 
 def _print_table(run: Run, rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost], shares: GemmShares | None) -> None:

@@ -88,8 +88,38 @@ def test_gemms_that_were_not_seen(tmp_path: Path) -> None:
         loss.backward()
         watch.step()
     rows, _ = covered(tmp_path / "run")
-    assert rows["2"]["gemms"] == "3.0/1.0/1.0" and rows["2"]["note"] == "fewer wgrad than fprop: 2 not seen"
+    assert rows["2"]["gemms"] == "3.0/1.0/1.0"
+    assert rows["2"]["note"] == "2 of 3 fprop without a wgrad: no backward pass followed or the weight was frozen, or it was not seen"
     assert rows["0"]["gemms"] == "3.0/0.0/1.0"  # data want no gradient
+
+
+def test_forward_passes_without_a_backward_pass(tmp_path: Path) -> None:
+    """A discriminator: a rollout, a pass whose input needs no gradient, one with frozen weights, and one of both gradients."""
+    net = fp8debug.convert(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16)), "blockwise")
+    x = torch.randn(128, 64)
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        with torch.no_grad():
+            net(x)
+        net(x)
+        net(x).sum().backward()
+        net(x.clone().requires_grad_()).sum().backward()
+        net.requires_grad_(False)
+        net(x.clone().requires_grad_()).sum().backward()
+        watch.step()
+    rows, _ = covered(tmp_path / "run")
+    note = "1 of 4 fprop without a wgrad: no backward pass followed; 1 of 4 fprop without a wgrad: the weight was frozen"
+    assert [(rows[name]["gemms"], rows[name]["note"]) for name in ("0", "2")] == [("4.0/2.0/2.0", note), ("4.0/3.0/2.0", note)]
+
+
+def test_an_input_that_needs_no_gradient(tmp_path: Path) -> None:
+    net = fp8debug.convert(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16)), "blockwise")
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        net(torch.randn(128, 64)).sum().backward()
+        net(torch.randn(128, 64, requires_grad=True)).sum().backward()
+        watch.step()
+    rows, _ = covered(tmp_path / "run")
+    assert (rows["0"]["gemms"], rows["2"]["note"]) == ("2.0/1.0/2.0", None)
+    assert rows["0"]["note"] == "1 of 2 fprop without a dgrad: the input needed no gradient"
 
 
 def test_a_foreign_library_is_named(tmp_path: Path) -> None:
