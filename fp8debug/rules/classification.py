@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.reading.bf16_verdict import Bf16Verdict, bf16_verdict
 from fp8debug.rules.reading.changes import Change, changes_of
-from fp8debug.rules.reading.losses import divergence, first_nonfinite, nonfinite, read_losses, spikes
+from fp8debug.rules.reading.losses import OTHER_LOSS, divergence, first_nonfinite, has_other_loss, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
@@ -177,6 +177,9 @@ def classify(
         what = f"{start.message}: at once and everywhere. {SUSPECT}"
         told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run) if c.step <= start.steps[1])
         return Classification(kind="divergence", cause="at-once", what=what, evidence=told, step=start.steps[0], code=AT_START)
+    if sick is None and has_other_loss(run):
+        words = f"the loss is finite, and rises and spikes are not judged: {OTHER_LOSS}"
+        return _fine(run, findings, harmful, (len(rules) - num_skipped, len(rules)), words)
     if sick is not None:
         lost = nonfinite(steps, losses)
         assert lost is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.loss_spikes import SpikeDetector
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.losses import Nonfinite, first_nonfinite, nonfinite, read_losses, spikes
+from fp8debug.rules.reading.losses import OTHER_LOSS, Nonfinite, first_nonfinite, has_other_loss, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
 from fp8debug.rules.reading.optimizer_steps import nonfinite_update
@@ -99,6 +99,7 @@ class LossSpikeNotFp8(Rule):
             message = f"the loss spikes at step {spike.step}: {spike.size}{_checked(sampled, spike.step)}"
             moved = movements_before(run, spike.step)
             message += f"; {moved.words}" if moved.found or not moved.steps else ""
+            message += f"; {OTHER_LOSS}" if has_other_loss(run) else ""
             found = self._finding(run, Severity.INFO, spike.step, message, spike.loss, spike.limit)
             yield replace(found, name=UNDECIDED) if moved.found or not moved.steps else found
         lost = nonfinite(steps, losses)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from fp8debug.loss_spikes import noise_of
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.losses import falls_on, read_losses
+from fp8debug.rules.reading.losses import OTHER_LOSS, falls_on, has_other_loss, read_losses
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE, LargeUpdates, UpdateLimits, large_updates
 from fp8debug.rules.reading.traces import sampled_steps
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
+
+_BESIDE_ANOTHER = "none if it is meant: judge the training by its task (the return, samples), or beside the same steps in BF16"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class DivergesAtStart(Rule):
         stands only when no other rule found a harmful fault that is local, in less than half of the modules, when the loss
         began to rise. Where the weights of most modules grew by then, which no cast can do, clipping and underflow are what
         the divergence leaves behind; so they are where the optimizer's moments made it.
+        It is information where another model of the process trains by a loss of its own, as a critic beside an actor or a
+        discriminator beside a generator: what the loss is of changes with the other model. That is known where two optimizers
+        without a common parameter step by turns, each with gradients that came after the other's step; two that step after
+        one backward pass (Muon and AdamW), copies of one model, teachers and averages of weights are no such models. A loss
+        that becomes NaN or Inf, and updates out of size, count all the same.
         updates-out-of-size: at any step, an optimizer step changed weights by as much as they are large. The message says
         whether the optimizer's second moments are 0 under gradients that are not (kept in too few bits, they underflow, and
         m / (0 + eps) explodes), or Adam moves an element by more than gradients can (a checkpoint that kept the second moment
@@ -102,7 +109,7 @@ class DivergesAtStart(Rule):
         diverged = list(self._diverged(run))
         if large is None:
             yield from diverged
-        elif diverged and large.steps[0] <= diverged[0].steps[1]:
+        elif diverged and diverged[0].severity is Severity.ERROR and large.steps[0] <= diverged[0].steps[1]:
             yield replace(diverged[0], message=f"{diverged[0].message}; {large.words}", cure=large.cure)
         else:
             yield from [*diverged, self._out_of_size(run, large)]
@@ -162,8 +169,11 @@ class DivergesAtStart(Rule):
         highest = max(finite)
         to = f"{highest:.4g}" if sick is None else f"{highest:.4g}, then to NaN or Inf"
         message = f"the loss rises from {finite[0]:.4g} to {to} within steps {steps[0]} to {last}{self._moved(run, last)}"
-        return Finding(code=self.code, name=self.name, severity=Severity.ERROR, steps=(steps[0], last), ranks=tuple(run.ranks),
-                       value=highest, threshold=limit, message=message, cure=self.cure)  # fmt: skip
+        found = Finding(code=self.code, name=self.name, severity=Severity.ERROR, steps=(steps[0], last), ranks=tuple(run.ranks),
+                        value=highest, threshold=limit, message=message, cure=self.cure)  # fmt: skip
+        if sick is None and has_other_loss(run):
+            return replace(found, severity=Severity.INFO, message=f"{message}; {OTHER_LOSS}", cure=_BESIDE_ANOTHER)
+        return found
 
     def _moved(self, run: Run, last: int) -> str:
         """Return in words how many modules' operands moved from the first sampled step on."""

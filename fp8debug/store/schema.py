@@ -24,6 +24,8 @@ SCHEMA_VERSION = 6
 RECORDING_STOPPED, STOPPED_CODE = "recording stopped", "recording-stopped"
 #: Beginning of a note on an exception that ended the program, and its code.
 ENDED_BY, ENDED_CODE = "ended by", "program-ended"
+#: Code of a note that another model of the process trains by a loss of its own.
+OTHER_LOSS_CODE = "other-loss"
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
@@ -248,7 +250,8 @@ EVENTS: tuple[Column, ...] = (
         "",
         "",
         "For programs: not-watched, recording-stopped, program-ended, not-observed:GEMMS (which the module needs),"
-        " not-observed-in-fp8:GEMMS; null for anything else, and before schema 5.",
+        " not-observed-in-fp8:GEMMS, other-loss (another model of the process trains by a loss of its own); null for anything"
+        " else, and before schema 5.",
     ),
 )
 

@@ -18,6 +18,7 @@ from fp8debug.rules.f119_scale_grid import ScaleGrid
 from fp8debug.rules.f121_weight_copy import WeightCopyDiffers
 from fp8debug.rules.f124_outliers_with_depth import theil_sen
 from fp8debug.rules.reading.model_structure import fprop_inputs, is_routed, numbered
+from fp8debug.store.schema import OTHER_LOSS_CODE
 from fp8debug.types import Gemm, not_observed, not_observed_code
 from tests.rules import sick_wholeruns as sick
 from tests.synthetic import MODULES, Override, build
@@ -211,6 +212,48 @@ def test_a_divergence_to_nan(tmp_path: Path) -> None:
     findings = triage(build(tmp_path / "run", steps=steps))
     assert [(f.code, f.module, f.steps) for f in findings] == [("F127", None, (0, 6))]
     assert findings[0].message.startswith("the loss rises from 5.5 to 30.5, then to NaN or Inf within steps 0 to 6")
+
+
+#: Another model trains by a loss of its own.
+AGAINST = [(6, "note", None, "two optimizers step by turns", OTHER_LOSS_CODE)]
+
+
+def test_the_loss_of_an_actor_that_rises(tmp_path: Path) -> None:
+    """Its loss is of what the critic says, which trains too: information; a spike of it is no class of its own."""
+    findings = triage(build(tmp_path / "run", steps=sick.FIRES["F127"]["steps"], events=AGAINST))
+    assert [(f.code, f.severity, f.cure) for f in findings if f.code != "F125"] == [
+        ("F127", Severity.INFO, "none if it is meant: judge the training by its task (the return, samples), or beside the same"
+         " steps in BF16")]  # fmt: skip
+    words = "another model of this process trains by a loss of its own, as a critic or a discriminator does, so this one need not"
+    assert words in findings[0].message
+    assert findings.classification is not None
+    assert (findings.classification["class"], findings.classification["step"]) == ("loss-fine", None)
+    spike = sick.losses(lambda step: 2.0 + 0.01 * (step % 3) + 3.0 * (step == 70))
+    findings = triage(build(tmp_path / "spike", steps=spike, events=AGAINST))
+    assert [(f.code, f.severity) for f in findings] == [("F125", Severity.INFO)] and words in findings[0].message
+    assert findings.classification is not None and findings.classification["class"] == "loss-fine"
+    late = sick.losses(lambda step: 2.0 + 0.01 * (step % 3) + (step > 50) * 0.1 * (step - 50))
+    for name, events, kind in (("against", AGAINST, "loss-fine"), ("alone", [], "divergence")):
+        findings = triage(build(tmp_path / name, steps=late, events=events))
+        assert findings.classification is not None and findings.classification["class"] == kind
+
+
+def test_the_loss_of_an_actor_that_becomes_nan(tmp_path: Path) -> None:
+    steps = sick.losses(lambda step: 5.5 + step**2 if step < 6 else float("nan"))
+    findings = triage(build(tmp_path / "run", steps=steps, events=AGAINST))
+    assert [(f.code, f.severity) for f in findings] == [("F127", Severity.ERROR)]
+    steps = sick.losses(lambda step: 5.5 if step < 60 else float("nan"))
+    findings = triage(build(tmp_path / "late", steps=steps, events=AGAINST))
+    assert [(f.code, f.severity) for f in findings] == [("F125", Severity.ERROR)]
+    assert findings.classification is not None and findings.classification["class"] == "divergence"
+
+
+def test_updates_out_of_size_of_an_actor(tmp_path: Path) -> None:
+    """They are of the weights, whatever its loss does."""
+    plan: dict[str, Any] = {"steps": sick.FIRES["F127"]["steps"], "updates": sick.enlarged(2.0)}
+    findings = triage(build(tmp_path / "run", **plan, events=AGAINST))
+    assert {(f.name, f.severity) for f in findings if f.code == "F127"} == {
+        ("updates-out-of-size", Severity.ERROR), ("diverges-at-start", Severity.INFO)}  # fmt: skip
 
 
 def test_a_loss_scale_that_sinks(tmp_path: Path) -> None:

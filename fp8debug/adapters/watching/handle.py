@@ -32,6 +32,7 @@ from fp8debug.adapters.watching.optimizer_steps import UpdateRecorder
 from fp8debug.adapters.watching.pipeline import ignore_shape_inference, rank_entry
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges
 from fp8debug.adapters.watching.recording_ranks import StandbyWriter
+from fp8debug.adapters.watching.separate_losses import SeparateLosses
 from fp8debug.adapters.watching.step_writer import StepWriter
 from fp8debug.adapters.watching.weight_updates import WeightUpdates, is_in_backward
 from fp8debug.errors import Fp8DebugError, UsageError
@@ -41,7 +42,7 @@ from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transforme
 from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.observer import Observer, Settings
 from fp8debug.observer.optimizer_hooks import after_any_optimizer, before_any_optimizer, optimizers_under_way
-from fp8debug.store.schema import ENDED_BY, ENDED_CODE, RECORDING_STOPPED, STOPPED_CODE
+from fp8debug.store.schema import ENDED_BY, ENDED_CODE, OTHER_LOSS_CODE, RECORDING_STOPPED, STOPPED_CODE
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trackers.live import Live
 from fp8debug.types import Gemm, TensorRole
@@ -107,6 +108,7 @@ class Watch:
         self._uses: dict[str, dict[str, Any]] = {}  # by FQN: a GEMM of another module with its weight
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
+        self._losses = SeparateLosses(self._params)
         self._updates = WeightUpdates(roots)
         self._first_weights = self._updates.weights()
         self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
@@ -346,6 +348,8 @@ class Watch:
         if self._passes is not None and not self._explicit and self._passes.has_pass:
             self._end_pass()
         elif self._observer.has_rows:  # a step that was cut short, by an exception say
+            if self._losses.are_found and not self._has_noted_end:
+                self._noted.pop("loss", None)  # the other model's, which reached this one after its last step
             self._end({}, counted=True)
         elif not self._num_ended and is_compile_in_use() and self._updates.weights() != self._first_weights:
             self._end({}, counted=True)  # all of the training ran in one compiled function, which coverage and stderr name
@@ -424,6 +428,9 @@ class Watch:
         if is_capturing():
             return
         self._optimizer_steps.note(optimizer, self._observer.step)
+        if self._losses.note(optimizer):
+            text = "two optimizers without a common parameter step by turns, each after backward passes of its own"
+            self._writer.event(self._observer.step, "note", None, text, OTHER_LOSS_CODE)
         if not self._observer.sampling:
             return
         try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.loss_spikes import SpikeDetector, noise_of
 from fp8debug.rules.base import round_stable
+from fp8debug.store.schema import OTHER_LOSS_CODE
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 #: to the largest rise that came back. No published basis: a new data mix moves a loss by some percent, a learning rate
 #: that comes in cycles moves it every time.
 LEVEL, MIN_RISE, MIN_NOISE, MIN_RATIO = 10, 0.15, 8.0, 1.5
+#: Of the loss of a model that trains against another one.
+OTHER_LOSS = (
+    "another model of this process trains by a loss of its own, as a critic or a discriminator does, so this one need not fall"
+)
 #: Standard deviations of the noise above the lowest level to which a rise is followed back: one Gaussian step in 740 is beyond.
 IN_NOISE = 3.0
 
@@ -101,6 +106,19 @@ def read_losses(run: Run) -> tuple[list[int], list[float]]:
     found = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL ORDER BY step").to_pydict()
     losses: list[float] = found["loss"]
     return found["step"], losses if len(run.ranks) == 1 else list(map(round_stable, losses))
+
+
+def has_other_loss(run: Run) -> bool:
+    """Return whether another model of the process trains by a loss of its own, as a critic beside an actor.
+
+    What such a loss is of changes with the other model: that it rises is no divergence.
+    """
+    found: bool = run.memo("other loss", lambda: _has_other_loss(run))
+    return found
+
+
+def _has_other_loss(run: Run) -> bool:
+    return bool(run.sql("SELECT step FROM events WHERE kind = 'note' AND code = ? LIMIT 1", [OTHER_LOSS_CODE]).num_rows)
 
 
 def falls_on(run: Run, step: int, *, max_rise: float, min_history: int) -> bool:

@@ -89,7 +89,10 @@ def test_gemms_that_were_not_seen(tmp_path: Path) -> None:
         watch.step()
     rows, _ = covered(tmp_path / "run")
     assert rows["2"]["gemms"] == "3.0/1.0/1.0"
-    assert rows["2"]["note"] == "2 of 3 fprop without a wgrad: no backward pass followed or the weight was frozen, or it was not seen"
+    assert (
+        rows["2"]["note"]
+        == "2 of 3 fprop without a wgrad: no backward pass followed or the weight was frozen, or it was not seen"
+    )
     assert rows["0"]["gemms"] == "3.0/0.0/1.0"  # data want no gradient
 
 
