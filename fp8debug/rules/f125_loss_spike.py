@@ -41,6 +41,7 @@ class LossSpikeNotFp8(Rule):
         batches did before; or one that is no longer finite. The message says which statistics moved in the sampled
         steps up to it. It stands only when no other rule found a harmful fault up to the first sampled step after it.
         loss-spike-undecided: a cast's statistics moved before the spike, or too little was recorded before it.
+        Where another model of the process trains by a loss of its own (F127), the message says that the loss need not fall.
         A loss that is NaN or Inf is an error, whatever the other rules find, and names the first tensor that held one.
         nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
         function), and no cast or GEMM made it; a gradient that was finite in the Linear before it in the backward pass was
