@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.watching.handle import Watch
+from fp8debug.adapters.watching.separate_losses import Turns
 from fp8debug.kernels.torch_state import skipped_by_dynamo, untraced
 from fp8debug.trainers.base import replace, scale_of, undoing
 
@@ -38,6 +39,7 @@ class LossMeter:
         self._before_backward = before_backward
         self._unscaled: Tensor | None = None  # of the loss that a scaler multiplied for the backward pass that comes next
         self._means: WeakKeyDictionary[Watch, _Mean] = WeakKeyDictionary()
+        self._turns = Turns()
 
     def start(self) -> Callable[[], None]:
         """Begin; return what ends it."""
@@ -96,8 +98,17 @@ class LossMeter:
         reached = [mark for mark in marks if mark.watch.gradients() != mark.gradients]
         for mark in reached or marks:
             self._mean_of(mark.watch).add(mark.loss, mark.divisor, mark.gradients)
+        if len(reached) == 1 and len(marks) > 1:
+            self._note_own_loss(reached[0].watch)
         for watch in self._watches():
             watch.end_backward()
+
+    def _note_own_loss(self, one: Watch) -> None:
+        """Note that a loss gave gradients to one watch's model alone: where they do so by turns, each has a loss of its own."""
+        for other in self._watches():
+            if other is not one and self._turns.add(id(one), id(other)) and not one.is_copy_of(other):
+                for watch in (one, other):
+                    watch.note_other_loss("losses give gradients to this model and to another one by turns, never to both")
 
     def _mean_of(self, watch: Watch) -> _Mean:
         if watch not in self._means:

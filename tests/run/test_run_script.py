@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fp8debug
+from fp8debug.rules.reading.losses import has_other_loss
 
 SCRIPT = """
 import sys
@@ -284,6 +285,43 @@ def test_all_models_of_a_script_are_recorded_or_named_with_their_own_steps_and_l
         steps = run.sql("SELECT step, loss FROM steps ORDER BY step").to_pylist()
         assert [s["step"] for s in steps] == [0, 1, 2, 3]
         assert all(least < s["loss"] < least + 50 for s in steps)
+
+
+TWO_LOSSES = """
+import torch
+from torch import nn
+class Actor(nn.Sequential): pass
+class Critic(nn.Sequential): pass
+torch.manual_seed(0)
+actor, critic = Actor(nn.Linear(32, 16)), Critic(nn.Linear(32, {columns}))
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (actor, critic)]
+for step in range(4):
+    x = torch.randn(16, 32)
+    value = critic(x)
+    advantage = (x[:, :1] - value).detach()
+    of_actor, of_critic = -(actor(x) * advantage).mean(), (value - x[:, :1]).square().mean()
+    {backward}
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("columns", "backward", "is_told"),
+    [
+        (1, "of_actor.backward(); of_critic.backward()", True),
+        (1, "(of_actor + of_critic).backward()", False),  # one loss
+        (16, "of_actor.backward(); of_critic.backward()", False),  # copies of one model
+    ],
+)
+def test_models_whose_optimizers_step_together_and_whose_losses_are_apart(
+    columns: int, backward: str, is_told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TWO_LOSSES.format(columns=columns, backward=backward))
+    done = start(tmp_path, "--out", "out", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [has_other_loss(fp8debug.Run(tmp_path / folder)) for folder in ("out", "out/Actor")] == [is_told] * 2
 
 
 COMPILED = """

@@ -108,7 +108,7 @@ class Watch:
         self._uses: dict[str, dict[str, Any]] = {}  # by FQN: a GEMM of another module with its weight
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
-        self._losses = SeparateLosses(self._params)
+        self._losses, self._has_other_loss = SeparateLosses(self._params), False
         self._updates = WeightUpdates(roots)
         self._first_weights = self._updates.weights()
         self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
@@ -253,6 +253,19 @@ class Watch:
         """Return whether a parameter is one of the model's, as it was when the watch began."""
         return id(parameter) in self._params
 
+    def is_copy_of(self, other: Watch) -> bool:
+        """Return whether another watch's model has parameters of the same shapes: a copy, to compare both."""
+        return self._shapes() == other._shapes()
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return sorted(tuple(p.shape) for root in self._roots for p in root.parameters())
+
+    def note_other_loss(self, text: str) -> None:
+        """Note once that another model of the process trains by a loss of its own, so that this one's need not fall."""
+        if not self._has_other_loss:
+            self._has_other_loss = True
+            self._writer.event(self._observer.step, "note", None, text, OTHER_LOSS_CODE)
+
     def gradients(self) -> tuple[Any, ...]:
         """Return a value that changes when a backward pass gives gradients to the model, or when they are cleared."""
         return self._updates.gradients()
@@ -348,7 +361,7 @@ class Watch:
         if self._passes is not None and not self._explicit and self._passes.has_pass:
             self._end_pass()
         elif self._observer.has_rows:  # a step that was cut short, by an exception say
-            if self._losses.are_found and not self._has_noted_end:
+            if self._has_other_loss and not self._has_noted_end:
                 self._noted.pop("loss", None)  # the other model's, which reached this one after its last step
             self._end({}, counted=True)
         elif not self._num_ended and is_compile_in_use() and self._updates.weights() != self._first_weights:
@@ -429,8 +442,7 @@ class Watch:
             return
         self._optimizer_steps.note(optimizer, self._observer.step)
         if self._losses.note(optimizer):
-            text = "two optimizers without a common parameter step by turns, each after backward passes of its own"
-            self._writer.event(self._observer.step, "note", None, text, OTHER_LOSS_CODE)
+            self.note_other_loss("two optimizers without a common parameter step by turns, each after backward passes of its own")
         if not self._observer.sampling:
             return
         try:

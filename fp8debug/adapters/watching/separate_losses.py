@@ -24,14 +24,34 @@ MAX_OPTIMIZERS = 16
 _Gradients = tuple["ref[Tensor] | None", ...]
 
 
+class Turns:
+    """How often the turn changed between two of several that act without each other.
+
+    Attributes:
+        are_found: whether two acted by turns: A, B, A.
+    """
+
+    def __init__(self) -> None:
+        self.are_found = False
+        self._last: dict[tuple[int, int], int] = {}
+        self._changes: dict[tuple[int, int], int] = {}
+
+    def add(self, one: int, other: int) -> bool:
+        """Note that one of two acted without the other, by their ids; return whether these two act by turns."""
+        pair = min(one, other), max(one, other)
+        if self._last.get(pair) not in (None, one):
+            self._changes[pair] = self._changes.get(pair, 0) + 1
+        self._last[pair] = one
+        is_found = self._changes.get(pair, 0) >= NUM_CHANGES
+        self.are_found |= is_found
+        return is_found
+
+
 class SeparateLosses:
     """Steps of a process's optimizers, until one of the watched model and another one turn out to have losses of their own.
 
     Args:
         params: ``id`` of the watched model's parameters.
-
-    Attributes:
-        are_found: whether two optimizers have losses of their own.
     """
 
     def __init__(self, params: Set[int]) -> None:
@@ -39,9 +59,8 @@ class SeparateLosses:
         self._known: WeakKeyDictionary[torch.optim.Optimizer, _Parameters] = WeakKeyDictionary()
         self._gradients: WeakKeyDictionary[torch.optim.Optimizer, _Gradients] = WeakKeyDictionary()  # at the last step of any
         self._group: set[int] = set()  # of the optimizers, by id
-        self._last: dict[tuple[int, int], int] = {}  # of two optimizers: which of them had a group without the other last
-        self._changes: dict[tuple[int, int], int] = {}
-        self.are_found = self._is_over = False
+        self._turns = Turns()
+        self._is_over = False
 
     def note(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer has stepped; return True the first time that two are known to have losses of their own.
@@ -63,9 +82,8 @@ class SeparateLosses:
         self._group.add(id(optimizer))
         for other, held in self._known.items():
             self._gradients[other] = held.gradients()
-        self.are_found = any(num >= NUM_CHANGES for num in self._changes.values())
-        self._is_over = self._is_over or self.are_found
-        return self.are_found
+        self._is_over = self._is_over or self._turns.are_found
+        return self._turns.are_found
 
     def _end_group(self) -> None:
         """Count, for each pair of optimizers, one of them the watched model's, which stepped without the other."""
@@ -74,10 +92,7 @@ class SeparateLosses:
         for one in group & held.keys():
             for other in held.keys() - group:
                 if held[one].is_apart_from(held[other]) and (held[one].has(self._params) or held[other].has(self._params)):
-                    pair = min(one, other), max(one, other)
-                    if self._last.get(pair) not in (None, one):
-                        self._changes[pair] = self._changes.get(pair, 0) + 1
-                    self._last[pair] = one
+                    self._turns.add(one, other)
 
 
 class _Parameters:
