@@ -25,7 +25,7 @@ _Gradients = tuple["ref[Tensor] | None", ...]
 
 
 class Turns:
-    """How often the turn changed between two of several that act without each other.
+    """Changes of turn between two of several that act without each other.
 
     Attributes:
         are_found: whether two acted by turns: A, B, A.
