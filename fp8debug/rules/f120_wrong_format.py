@@ -16,6 +16,7 @@ from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, READ_AS_ANOTHER, RE
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.misread import COLUMNS, DATA_FORMATS, LIMITS, Misreading, PairLimits, misreadings
 from fp8debug.rules.reading.nonfinite import POISONED, first_poison, poisoned_after
+from fp8debug.rules.reading.prefilter import has_cast
 from fp8debug.rules.reading.traces import RUNNING, Trace, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -33,10 +34,9 @@ _WIDER = {
     for other in DATA_FORMATS
     if other.max > _WIDER_BY * fmt.max
 }
-_GRADIENTS = look(
-    [Keys("cast_name LIKE 'e5m2%' AND tensor = 'grad_output'", gate="cast_name LIKE 'e5m2%'")],
-    ["sqnr_db", "log2_hist", "amax", "numel"],
-)
+_BLOCKS = " OR ".join(f"cast_name LIKE 'e5m2 {name} current%'" for name, sides in GRANULARITIES.items() if all(sides))
+#: Gradients in E5M2, not AMD's kind, whose blocks have scales of their own, computed from the tensor.
+_IN_BLOCKS = f"tensor = 'grad_output' AND ({_BLOCKS})"
 _DECLARED = look([Keys(_IS_E5M2, gate="cast_name LIKE 'e5m2%'")], ["sqnr_db"])
 
 
@@ -100,6 +100,8 @@ class WrongFormat(Rule):
         - max_share 0.34, min_modules 3: of so many modules or more, those whose gradients differ from the others'. No published
           basis.
         - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
+        - max_steps 64: sampled steps, spread evenly, at which gradients are read for that, and the finding says so where a
+          run has more. No published basis.
         - warmup 8: first steps of a run, whose gradients alone do not tell what range a training needs. As in F101.
         - min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
         - Seen in TransformerEngine #2754, Megatron-Bridge #638.
@@ -128,6 +130,7 @@ class WrongFormat(Rule):
     max_share: float = 0.34
     min_modules: int = 3
     min_e4m3_db: float = 30.0
+    max_steps: int = 64
     warmup: int = 8
 
     @property
@@ -157,7 +160,6 @@ class WrongFormat(Rule):
         yield self._misread
         yield POISONED
         yield _DECLARED
-        yield _GRADIENTS
         yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
@@ -225,9 +227,15 @@ class WrongFormat(Rule):
                         beside="",
                     )
                     yield replace(finding, cure=f"format='{other}' for this gradient")
-        for trace in traces(run, _GRADIENTS):
-            if (trace.gemm, trace.module) not in odd and _has_blocks(trace) and not _is_of_amd(trace.cast_name):
-                yield from self._unneeded_range(trace)
+        if not has_cast(run, _IN_BLOCKS):
+            return
+        steps = run.sampled_steps
+        num = max(1, min(self.max_steps, len(steps)))
+        chosen = [steps[place * len(steps) // num] for place in range(num)]
+        is_chosen = "TRUE" if len(chosen) == len(steps) else f"step IN ({', '.join(map(str, chosen))})"
+        for trace in traces(run, look([Keys(_IN_BLOCKS), is_chosen], ["sqnr_db", "log2_hist", "amax", "numel"])):
+            if (trace.gemm, trace.module) not in odd:
+                yield from self._unneeded_range(trace, len(chosen))
 
     def _read_as_another(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose codes are of another format than the declared one."""
@@ -310,7 +318,7 @@ class WrongFormat(Rule):
         beyond = row["amax"] / (row["scale_inv_max"] * largest) if row["scale_inv_max"] else 0.0
         return all(abs(value / ratio - 1) <= self.max_ratio_error for value in (row["headroom"], beyond))
 
-    def _unneeded_range(self, trace: Trace) -> Iterable[Finding]:
+    def _unneeded_range(self, trace: Trace, num_steps: int) -> Iterable[Finding]:
         rows = [row for row in trace.rows if row["log2_hist"] is not None and row["amax"] and row["numel"] >= self.min_elements]
         known = [(row["step"], one_scale_db(FORMATS["e4m3fn"], row["log2_hist"], row["amax"])) for row in rows]
         num_later = sum(step >= trace.start + self.warmup for step, _ in known)
@@ -318,6 +326,8 @@ class WrongFormat(Rule):
         if num_later < self.min_steps or least < self.min_e4m3_db:
             return
         beside = f", where E4M3 gives {least:.1f} dB with a single scale for the tensor, and no less with one per block"
+        if num_steps < len(trace.sampled):
+            beside += f"; looked at in {num_steps} of {len(trace.sampled)} sampled steps"
         yield self._finding(trace, Severity.INFO, f"runs {trace.cast_name}", beside=beside)
 
     def _finding(self, trace: Trace, severity: Severity, what: str, beside: str = ", E4M3 gives 31.5 dB") -> Finding:
@@ -346,12 +356,6 @@ def _named(run: Run) -> set[str]:
     """Return the modules that an override names, whose format is meant."""
     filters = run.manifest.get("filters")
     return {str(entry.get("pattern")) for entry in (filters if isinstance(filters, list) else ()) if isinstance(entry, dict)}
-
-
-def _has_blocks(trace: Trace) -> bool:
-    """Return whether a cast has a scale of its own for each block, computed from the tensor."""
-    cast = trace.cast
-    return cast is not None and cast.scaling == "current" and all(side for side in GRANULARITIES[cast.granularity])
 
 
 def _is_of_amd(cast_name: str) -> bool:

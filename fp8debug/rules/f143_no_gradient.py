@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 
@@ -56,14 +56,21 @@ class NoGradient(Rule):
         query = f"SELECT 1 AS one FROM raw WHERE {_GRADIENTS} LIMIT 1"
         return None if run.sql(query).num_rows else "no gradient was recorded"
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return one finding for the run."""
+    def _steps(self, run: Run, first: int) -> list[dict[str, Any]]:
+        """Return by sampled step, from a first one on, the modules with a gradient and those in which it is not zero."""
         query = (
             "SELECT step, count(DISTINCT module) AS modules,"
             " count(*) FILTER (WHERE num_zero < numel OR num_zero IS NULL) AS alive"
-            f" FROM raw WHERE {_GRADIENTS} GROUP BY step ORDER BY step"
+            f" FROM raw WHERE {_GRADIENTS} AND step >= ? GROUP BY step ORDER BY step"
         )
-        rows = run.sql(query).to_pylist()
+        return list(run.sql(query, [first]).to_pylist())
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding for the run."""
+        rows = self._steps(run, run.sampled_steps[-2 * self.min_steps :][0])
+        if rows and rows[-1]["alive"]:
+            return
+        rows = self._steps(run, run.sampled_steps[0])
         begins = max((place + 1 for place, row in enumerate(rows) if row["alive"]), default=0)
         dead = rows[begins:]
         if len(dead) < self.min_steps:

@@ -11,6 +11,7 @@ from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import RUNNING, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.prefilter import has_cast
 from fp8debug.rules.reading.traces import Trace, traces
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class HadamardSigns(Rule):
 
     def _declared(self, run: Run) -> Iterable[Finding]:
         """Return the GEMMs whose two operands, or whose ranks, declare different transforms."""
+        if not has_cast(run, _IS_TRANSFORMED):
+            return
         query = (
             "SELECT module, gemm, tensor, cast_name, min(step) AS first, max(step) AS last, min(call_index) AS call_index,"
             f" array_agg(DISTINCT rank) AS ranks FROM raw WHERE {RUNNING} AND tensor IN ('input', 'weight', 'grad_output')"

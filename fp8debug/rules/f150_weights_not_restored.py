@@ -200,12 +200,15 @@ class WeightsNotRestored(Rule):
         if min(run.sampled_steps, default=1) != 0 or 0 in _resumes(run):
             return
         exact, inexact = 10 ** (-self.min_exact_db / 10), 10 ** (-self.max_sqnr_db / 10)
+        query = f"SELECT module FROM {_WEIGHTS} w WHERE step = 0 AND nmse <= {exact} AND range_log2 >= {self.min_range_log2}"
+        modules = run.sql(query)["module"].to_pylist()
+        if not modules:
+            return
         query = (
-            f"SELECT module, min(CASE WHEN step > 0 THEN nmse END) AS later FROM {_WEIGHTS} w GROUP BY module"
-            f" HAVING max(CASE WHEN step = 0 THEN nmse END) <= {exact} AND min(CASE WHEN step > 0 THEN nmse END) > {inexact}"
-            f" AND max(CASE WHEN step = 0 THEN range_log2 END) >= {self.min_range_log2} ORDER BY module"
+            f"SELECT module, min(nmse) AS later FROM {_WEIGHTS} w WHERE step > 0 AND module IN ({', '.join('?' * len(modules))})"
+            f" GROUP BY module HAVING min(nmse) > {inexact} ORDER BY module"
         )
-        for row in run.sql(query).to_pylist():
+        for row in run.sql(query, modules).to_pylist():
             left_db = -10 * math.log10(row["later"])
             message = (
                 f"the weight of {row['module']} lies on the grid of its FP8 cast at step 0, which rounds nothing there and leaves"

@@ -10,6 +10,7 @@ import pytest
 from fp8debug.errors import RunError
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules import RULES, Severity, triage
+from fp8debug.store.read.run import Run
 from tests.rules.sick_runs import CULPRIT, FIRES, INPUT, SILENT, WEIGHT, share
 from tests.rules.sick_sites import of_energy
 from tests.synthetic import MODULES, Override, build
@@ -298,6 +299,10 @@ def test_gradients_in_e5m2_blocks_that_e4m3_would_hold(tmp_path: Path) -> None:
     (finding,) = triage(build(tmp_path / "run", **_in_format("e5m2", *(name for name, _, _ in MODULES))))
     assert (finding.code, finding.severity, len(finding.also)) == ("F120", Severity.INFO, 5)
     assert "with a single scale for the tensor" in finding.message
+    assert "looked at" not in finding.message
+    (finding,) = triage(tmp_path / "run", thresholds={"F120": {"max_steps": 4}})
+    sampled = len(Run(tmp_path / "run").sampled_steps)
+    assert finding.message.endswith(f"; looked at in 4 of {sampled} sampled steps)") and finding.steps[0] == 0
 
 
 def test_the_first_steps_do_not_tell_what_range_gradients_need(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def keep_suspects(run: Run, looks: Sequence[Look]) -> list[int]:
 
 
 def slots_of(run: Run, looks: Sequence[Look]) -> list[str]:
-    """Return the columns of ``raw`` that some looks and their rules read; histograms are read where they lie."""
+    """Return the columns of ``raw`` that some looks and their rules read, but for histograms."""
     words = set(re.findall(r"[a-z]\w*", " ".join(text for look in looks for text in (look.rows, *look.columns))))
     words |= {name for word in words & derived_columns().keys() for name in names(derived_columns()[word].expression)}
     words |= {*SITE_KEYS, "rank", "call_index", "replicated", "shard"}
@@ -60,6 +60,8 @@ def any_of(predicates: Iterable[str]) -> str:
 
 #: Rows of statistics up to which ``sites`` is kept in memory whole (1.4 KB a row), so that no rule reads a file.
 SMALL = 50_000
+#: Rows of suspects up to which their histograms are kept in memory too (0.5 KB a row); those of more are read where they lie.
+MAX_HISTOGRAMS = 200_000
 #: Rows of statistics that are read at once by a query in batches of steps: what it groups stays below 1 GB.
 BATCH = 5_000_000
 
@@ -73,6 +75,7 @@ class _Screened:
 
     looks: dict[str, Look] = field(default_factory=dict)
     found: set[str] = field(default_factory=set)
+    has_histograms: bool = False
 
 
 def is_kept_whole(run: Run) -> bool:
@@ -100,7 +103,11 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
         found = keep_suspects(run, known)
     screened.found = {look.rows for look, num in zip(known, found, strict=True) if num}
     if screened.found and not is_kept_whole(run):
-        slots = slots_of(run, [look for look in known if look.rows in screened.found])
+        asking = [look for look in known if look.rows in screened.found]
+        slots = slots_of(run, asking)
+        num = run.sql("SELECT count(*) AS num FROM suspects").to_pylist()[0]["num"] * len(run.ranks)
+        screened.has_histograms = num <= MAX_HISTOGRAMS and any("log2_hist" in look.columns for look in asking)
+        slots += ["log2_hist"] if screened.has_histograms else []
         keys = ", ".join(SITE_KEYS)
         run.hold({"suspected": f"SELECT {', '.join(slots)} FROM raw SEMI JOIN suspects USING ({keys})"})
         run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {any_of(screened.found)}"})
@@ -136,7 +143,7 @@ def bad_rows(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> 
         return []
     table, few = source(run, look), ""
     params: list[object] = []
-    if table == "flagged" and "log2_hist" in look.columns:  # which is not kept there
+    if table == "flagged" and "log2_hist" in look.columns and not run.memo("screened", _Screened).has_histograms:
         pairs = run.sql(f"SELECT DISTINCT module, step FROM flagged WHERE {look.rows}").to_pylist()
         within = [(row["module"], row["step"]) for row in pairs]
         if not within:

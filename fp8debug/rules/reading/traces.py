@@ -244,6 +244,10 @@ def _sizes(run: Run, found: Sequence[Trace]) -> dict[tuple[str, str, int, str], 
     modules, steps = sorted({t.module for t in found}), sorted({row["step"] for t in found for row in t.rows})
     if not steps:
         return {}
+    return run.memo(f"sizes {modules} {steps}", lambda: _read_sizes(run, modules, steps))
+
+
+def _read_sizes(run: Run, modules: Sequence[str], steps: Sequence[int]) -> dict[tuple[str, str, int, str], list[_Size]]:
     query = (
         "SELECT module, gemm, step, tensor, gain, cosine, num_tensors FROM sites WHERE actual"
         f" AND reference IN ('operand', 'shadow') AND module IN ({', '.join('?' for _ in modules)})"

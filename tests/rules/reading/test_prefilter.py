@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8debug.rules import RULES, Rule, triage
-from fp8debug.rules.reading.prefilter import SMALL
+from fp8debug.rules.reading.prefilter import MAX_HISTOGRAMS, SMALL
 from fp8debug.store.read.run import Run
 from fp8debug.store.stream import write_part
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
@@ -37,8 +38,9 @@ def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:
+def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, max_histograms: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the verdicts on a run that is read whole and on the same run screened, in batches of a few steps."""
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.MAX_HISTOGRAMS", max_histograms)
     whole = triage(path).to_dict()
     monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
     monkeypatch.setattr("fp8debug.rules.reading.prefilter.BATCH", 500)
@@ -49,10 +51,12 @@ def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, An
 
 @pytest.mark.parametrize("code", sorted(FIRES))
 def test_every_rule_fires_on_a_screened_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Histograms of suspects are read where they lie, as of a run with many, or with the suspects."""
     write(tmp_path / "run", Plan(**FIRES[code]))
-    whole, screened = both_ways(tmp_path / "run", monkeypatch)
-    assert code in {finding["code"] for finding in whole["findings"]}
-    assert screened == whole
+    for max_histograms in (0, MAX_HISTOGRAMS):
+        whole, screened = both_ways(tmp_path / "run", monkeypatch, max_histograms)
+        assert code in {finding["code"] for finding in whole["findings"]}
+        assert screened == whole
 
 
 def share(low: float, high: float) -> Callable[[random.Random], Callable[[Slots], int]]:
@@ -131,6 +135,19 @@ def test_no_rule_reads_the_whole_of_a_clean_large_run(
     assert triage(tmp_path / "run").verdict == "ok"
     unbounded = [q for q in queries if "FROM sites" in q and not any(word in q for word in ("step >=", "step =", "LIMIT"))]
     assert [query for query in unbounded if "GROUP BY step, module" not in query] == []  # which counts the rows of inputs
+
+
+@pytest.mark.parametrize(("recipe", "num"), [("blockwise", 4), ("tensorwise_delayed", 7), ("tensorwise_current", 5)])
+def test_a_clean_large_run_is_read_in_few_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: list[str], recipe: str, num: int
+) -> None:
+    """A rule that reads the rows of all steps costs as much as a part of the one search that is made for all."""
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
+    write(tmp_path / "run", Plan(num_steps=400, every=10, world_size=2, recipe=recipe))
+    assert triage(tmp_path / "run").verdict == "ok"
+    of_rows = [query for query in queries if re.search(r"FROM \(?(raw|sites)", query)]
+    passes = [query for query in of_rows if not re.search(r"step (=|>=? [1-9?]|IN)|LIMIT 1$", query)]
+    assert len(passes) <= num, "\n".join(passes)
 
 
 def test_every_look_is_one_that_its_rule_asks_for() -> None:
