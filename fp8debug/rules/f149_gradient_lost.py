@@ -17,9 +17,9 @@ from fp8debug.types import Gemm, not_observed, not_observed_code
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES, _UNHELD = (
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES, _UNHELD, _BEYOND = (
     *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined", "uses"),
-    "unheld",
+    *("unheld", "beyond"),
 )
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
@@ -28,7 +28,8 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
-          _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer"}  # fmt: skip
+          _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer",
+          _BEYOND: "gradient-out-of-size"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -60,6 +61,8 @@ _CURES = {
     " not gathered, a buffer that is filled in part",
     _JOINED: "if neither a loss of the weights themselves, gradient noise nor a factor per layer is meant, check what else writes"
     " weight.grad before the step: a placeholder or shared buffer that is not zeroed and is added to a fused wgrad's main_grad",
+    _BEYOND: "check the kernels between wgrad's GEMM and weight.grad (an epilogue, a reduction, unpadding: columns or rows that"
+    " none of them writes hold what was in memory) against another backend; record with every=1 until it is gone",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
     " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
 }
@@ -138,11 +141,15 @@ class GradientLost(Rule):
           smallest. Both are of samples of the elements, 3 % apart in RMS [measured]; of queries and keys, whose gradients are
           in few rows, 0.4 to 1.4 times [measured, examples/demo.py]. The gain is therefore asked for beyond the
           largest such ratio below 1, inverted, of any module and step. No published basis.
+        - min_size_ratio 1000: of gradient-out-of-size, RMS of weight.grad over that of wgrad's result in the only pass, against
+          the median of all modules at that step, and against the module's own at min_empty_steps sampled steps or more. Both are
+          of samples: a gradient in one row of many can lie sqrt(elements / 8192) apart by the sample alone, 110 times of 1e8.
+          No published basis.
         - gradient-without-optimizer: min_empty_steps sampled steps; the sums of the weight differ by 1e-9 of their size at most.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
         - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839, pytorch #180952 and
-          #149205.
+          #149205; ROCm/TransformerEngine #580.
     """
 
     code = "F149"
@@ -167,6 +174,7 @@ class GradientLost(Rule):
     min_part_rate: float = 0.05
     max_zero_rate: float = 0.001
     min_joined_gain: float = 1.25
+    min_size_ratio: float = 1000.0
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -210,6 +218,7 @@ class GradientLost(Rule):
         yield from self._unheld(run, places)
         yield from self._of_one_use(run, known | outside, places)
         yield from self._joined(run, known | outside, places)
+        yield from self._beyond(run, known | outside, places)
 
     def _far_larger(self, run: Run, kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> set[str]:
         """Return the modules whose weight.grad held far more when a step began than their gradients have: no gradient at all."""
@@ -253,18 +262,8 @@ class GradientLost(Rule):
         """
         if (run.manifest.get("world_size") or 1) > 1 or len(run.ranks) > 1:
             return
-        shared = {name for names in _shared_weights(run).values() for name in names}
-        given, made = _given(run), _made(run)
         shown: dict[str, list[dict[str, Any]]] = {}
-        steps = [step for step in given if made.get(step)]
-        by_step = {
-            step: {
-                name: math.sqrt(square / made[step][name])
-                for name, square in given[step].items()
-                if made[step].get(name) and math.isfinite(square) and name not in shared and name not in known
-            }
-            for step in steps
-        }
+        by_step = _ratios(run, known)
         least = self.min_joined_gain * max(map(_shortfall, by_step.values()), default=1.0)
         for step, ratios in by_step.items():
             if len(ratios) < 2 or max(ratios.values()) < self.min_joined_gain * min(ratios.values()):
@@ -272,10 +271,26 @@ class GradientLost(Rule):
             for name, ratio in ratios.items():
                 if ratio >= least:
                     shown.setdefault(name, []).append({"step": step, "ratio": ratio})
-        needed = min(self.min_use_steps, len(steps))
+        needed = min(self.min_use_steps, len(by_step))
         shown = {name: rows for name, rows in shown.items() if len(rows) >= needed}
         if len(shown) > 1:
             yield from self._finding(run, _JOINED, shown, places)
+
+    def _beyond(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of gradients that are out of all proportion to wgrad's result, at single steps."""
+        by_step = _ratios(run, known)
+        by_module: dict[str, list[float]] = {}
+        for ratios in by_step.values():
+            for name, ratio in ratios.items():
+                by_module.setdefault(name, []).append(ratio)
+        usual = {name: median(own) for name, own in by_module.items() if len(own) >= self.min_empty_steps}
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for step, ratios in by_step.items():
+            middle = median(ratios.values()) if len(ratios) > 1 else math.inf
+            for name, ratio in ratios.items():
+                if name in usual and ratio >= self.min_size_ratio * max(middle, usual[name]):
+                    shown.setdefault(name, []).append({"step": step, "ratio": ratio})
+        yield from self._finding(run, _BEYOND, dict(sorted(shown.items(), key=lambda pair: pair[1][0]["step"])), places)
 
     def _counts(self, use: Mapping[str, float], name: str) -> bool:
         """Return whether another use's gradient is large enough to tell whether it is in the sum."""
@@ -431,11 +446,13 @@ class GradientLost(Rule):
         severity = {_ABSENT: Severity.WARNING, _USES: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING,
                     _UNHELD: Severity.WARNING,
                     _MASKED: Severity.INFO, _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
-        others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
+        others = f", as in {_counted(len(shown) - 1, 'other module')}" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]
             value, limit, text = self._told(kind, ill[0])
-            message = f"the optimizer {text} of {module}{others}, at {len(steps)} sampled steps from step {steps[0]} on"
+            message = (
+                f"the optimizer {text} of {module}{others}, at {_counted(len(steps), 'sampled step')} from step {steps[0]} on"
+            )
             yield Finding(code=self.code, name=_NAMES[kind], severity=severity, module=module, gemm="wgrad",
                           tensor="grad_weight", steps=(steps[0], steps[-1]), ranks=tuple(run.ranks), value=value,
                           threshold=limit, message=message, cure=_CURES[kind] + _NOT_A_CAST,
@@ -455,6 +472,11 @@ class GradientLost(Rule):
                 " the weight"
             )
             return row["ratio"], self.min_joined_gain, text
+        if kind == _BEYOND:
+            text = (
+                f"gets a gradient {row['ratio']:.3g} times as large (RMS) as wgrad's result at step {row['step']}, for the weight"
+            )
+            return row["ratio"], self.min_size_ratio, text
         if kind == _SCALED:
             gain = row["given_passes"] / row["passes2"]
             return gain, self.min_gain, f"gets {gain:.3g} times the sum of the microbatches' gradients for the weight"
@@ -533,6 +555,30 @@ def _made(run: Run) -> dict[int, dict[str, float]]:
     for row in run.sql(query).to_pylist():
         made.setdefault(row["step"], {})[row["module"]] = row["square"]
     return made
+
+
+def _ratios(run: Run, known: set[str]) -> dict[int, dict[str, float]]:
+    """Return by step and module the RMS of weight.grad over that of wgrad's result.
+
+    Args:
+        run: of one gradient a step.
+        known: modules that are left out, as are those that share a weight.
+    """
+    shared = {name for names in _shared_weights(run).values() for name in names}
+    given, made = _given(run), _made(run)
+    return {
+        step: {
+            name: math.sqrt(square / made[step][name])
+            for name, square in given[step].items()
+            if made[step].get(name) and math.isfinite(square) and name not in shared and name not in known
+        }
+        for step in given
+        if made.get(step)
+    }
+
+
+def _counted(num: int, noun: str) -> str:
+    return f"{num} {noun}{'' if num == 1 else 's'}"
 
 
 def _to_the_end(rows: Sequence[dict[str, Any]], holds: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,31 @@ def test_a_shared_weight_whose_gradient_is_that_of_one_use(tmp_path: Path, sum2:
     assert [(f.code, f.name, f.module) for f in findings] == ([("F149", "gradient-of-one-use", holder)] if is_lost else [])
     if is_lost:
         assert f"gets the gradient of {holder} alone, and none of {other}, for the shared weight" in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("steps", "has_all", "size", "is_found"),
+    [((40,), False, 1e4, True), ((40,), False, 500, False), (range(0, 200, 10), False, 1e4, False), ((40,), True, 1e4, False)],
+    ids=["one step", "sampling", "every step", "all modules"],
+)
+def test_a_gradient_out_of_all_proportion_to_wgrads_result(
+    tmp_path: Path, steps: Sequence[int], has_all: bool, size: float, is_found: bool
+) -> None:
+    squares = [Override(tensor="grad_weight", slots={"sum_y2": lambda row: float(row["numel"])})]
+
+    def update(step: int, module: str) -> dict[str, float]:
+        is_sick = step in steps and (has_all or module == "blocks.1.mlp.down")
+        return {"sum_grad2": 8192 * (size**2 if is_sick else 1.0)}
+
+    findings = triage(build(tmp_path / "run", overrides=squares, updates=update))
+    assert [(f.code, f.name, f.module) for f in findings if f.code == "F149"] == (
+        [("F149", "gradient-out-of-size", "blocks.1.mlp.down")] if is_found else []
+    )
+    if is_found:
+        assert findings[0].message == (
+            "the optimizer gets a gradient 1e+04 times as large (RMS) as wgrad's result at step 40, for the weight of"
+            " blocks.1.mlp.down, at 1 sampled step from step 40 on"
+        )
 
 
 def test_a_router_that_the_whole_model_took_along_is_an_info(tmp_path: Path) -> None:
