@@ -16,6 +16,7 @@ from fp8debug.rules.reading.loss_scales import (
     late_unscaling,
     stepped_while_scaled,
 )
+from fp8debug.rules.reading.losses import loss_format
 from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
 
@@ -45,6 +46,12 @@ _STEP = (
     " no optimizer.step() beside it; no cast changes it"
 )
 
+#: The cure of losses in a format of 16 bits.
+_UPCAST = (
+    "compute the loss in FP32 (logits.float() before the cross entropy, or autocast around it); none if only the number that was"
+    " recorded is rounded; no cast changes it"
+)
+
 
 @dataclass(frozen=True)
 class LossScaleLoop(Rule):
@@ -62,6 +69,7 @@ class LossScaleLoop(Rule):
         watch.step(grad_norm=...) has it before clipping; else the gradients that the optimizer gets at sampled steps) is short
         of the steps before and after by just that growth: it was divided by the new scale. Where no loss scale is recorded, it
         is what the gradients are over those of wgrad. No layer is to blame.
+        loss-rounded, information: all losses are values of BF16 or of FP16, so that the loss function most likely computes in it.
 
     Why it matters
         A step whose gradients overflow is skipped: a loop trains on a fraction of its steps and then at a scale where
@@ -101,8 +109,11 @@ class LossScaleLoop(Rule):
           1 / sqrt(S), 1/32 at least, so that a sum over up to 32 ranks passes. Of the gradient Adam's first moment
           is 0.1 at its first step at beta1 0.9 and 0.23 in the RMS of independent ones, sqrt((1 - beta1) / (1 + beta1)), both
           closed forms; one that a fused kernel divides by S is 1 / S of it. No published basis for 1024.
+        - min_losses 16: of loss-rounded, different losses needed. Closed form: an FP32 loss is a BF16 value with a probability of
+          2^-16, an FP16 value with 2^-13. A quarter of the losses need all bits of the format, of which half do on average, so
+          that losses which are whole numbers are none.
         - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588. clipped-while-scaled: in
-          allennlp #5426; gradients-vanish: in Open-Rig3R #35.
+          allennlp #5426; gradients-vanish: in Open-Rig3R #35. loss-rounded: in modalities #464.
     """
 
     code = "F126"
@@ -127,6 +138,7 @@ class LossScaleLoop(Rule):
     greatest_limit: float = 100.0
     min_clipped_steps: int = 3
     min_divided_scale: float = 1024.0
+    min_losses: int = 16
 
     def needs(self, run: Run) -> str | None:
         """Return why not: neither a loss scale was recorded, nor gradients, nor an optimizer step."""
@@ -163,6 +175,19 @@ class LossScaleLoop(Rule):
         yield from self._late(run)
         yield from self._clipped(run)
         yield from self._stepped(run)
+        yield from self._rounded(run)
+
+    def _rounded(self, run: Run) -> Iterable[Finding]:
+        query = "SELECT step, loss FROM raw_steps WHERE loss IS NOT NULL ORDER BY step"
+        rows = run.sql(query).to_pylist()
+        found = loss_format([row["loss"] for row in rows], self.min_losses)
+        if found is not None:
+            message = (
+                f"all {len(rows)} losses are {found[0]} values, two of which lie {found[1]:.2g} apart there: the loss function"
+                f" computes in {found[0]}, and rounds what its backward pass reads, or the loss was rounded to be recorded"
+            )
+            finding = self._finding(run, Severity.INFO, (rows[0]["step"], rows[-1]["step"]), message, found[1], None)
+            yield replace(finding, name="loss-rounded", cure=_UPCAST)
 
     def _stepped(self, run: Run) -> Iterable[Finding]:
         found = stepped_while_scaled(run, self.min_divided_scale, self.min_clipped_steps)
@@ -266,7 +291,7 @@ class LossScaleLoop(Rule):
             yield replace(finding, name="gradients-vanish", gemm="dgrad", tensor="grad_output", cure=_SCALE)
 
     def _finding(
-        self, run: Run, severity: Severity, steps: tuple[int, int], message: str, value: float, threshold: float
+        self, run: Run, severity: Severity, steps: tuple[int, int], message: str, value: float, threshold: float | None
     ) -> Finding:
         return Finding(code=self.code, name=self.name, severity=severity, steps=steps, ranks=tuple(run.ranks), value=value,
                        threshold=threshold, message=message, cure=self.cure)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,28 @@ def test_a_shared_weight_whose_gradient_is_that_of_one_use(tmp_path: Path, sum2:
     assert [(f.code, f.name, f.module) for f in findings] == ([("F149", "gradient-of-one-use", holder)] if is_lost else [])
     if is_lost:
         assert f"gets the gradient of {holder} alone, and none of {other}, for the shared weight" in findings[0].message
+
+
+def _rounded_to(bits: int) -> Callable[[float], float]:
+    def rounded(loss: float) -> float:
+        spacing = 2.0 ** (math.frexp(loss)[1] - bits)
+        return round(loss / spacing) * spacing
+
+    return rounded
+
+
+@pytest.mark.parametrize(
+    ("rounded", "name"),
+    [(_rounded_to(8), "BF16"), (_rounded_to(11), "FP16"), (_rounded_to(24), None), (_rounded_to(9), None),
+     (lambda loss: float(round(loss * 30)), None), (lambda loss: _rounded_to(8)(2.0 + loss // 1), None)],
+    ids=["bf16", "fp16", "fp32", "another grid", "whole numbers", "few"],
+)  # fmt: skip
+def test_losses_that_are_values_of_16_bits(rounded: Callable[[float], float], name: str | None, tmp_path: Path) -> None:
+    losses = sick.losses(lambda step: rounded((2.0 + 3.5 * math.exp(-step / 60)) * (1 + 0.01 * math.sin(7.0 * step))))
+    findings = [f for f in triage(build(tmp_path / "run", steps=losses, num_steps=100)) if f.code == "F126"]
+    assert [(f.name, f.severity) for f in findings] == ([("loss-rounded", Severity.INFO)] if name else [])
+    if name:
+        assert findings[0].message.startswith(f"all 100 losses are {name} values, two of which lie ")
 
 
 @pytest.mark.parametrize(

@@ -206,3 +206,33 @@ def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | No
 def _largest_rise(levels: Sequence[float]) -> float:
     """Return how far levels rose at most above their lowest so far."""
     return max(level - lowest for level, lowest in zip(levels, accumulate(levels, min), strict=True))
+
+
+#: Formats of 16 bits by the bits of their significands, the implicit one among them.
+_SIGNIFICANDS = {8: "BF16", 11: "FP16"}
+
+
+def loss_format(losses: Sequence[float], min_distinct: int) -> tuple[str, float] | None:
+    """Return the 16-bit format on whose grid all losses lie, and the distance of two of its values at the median loss.
+
+    A loss of FP32 needs no more than b bits of its 24 with a probability of 2^(b - 24), one of a format of b bits all b of them
+    with 1/2. Losses that are whole numbers, or few, need fewer: no format is told of them.
+
+    Args:
+        losses: of a run; what is not finite, or 0, is left out.
+        min_distinct: different losses needed.
+    """
+    known = [loss for loss in losses if math.isfinite(loss) and loss]
+    if len(set(known)) < min_distinct:
+        return None
+    needed = [_significant_bits(loss) for loss in known]
+    bits = max(needed)
+    if bits not in _SIGNIFICANDS or 4 * needed.count(bits) < len(needed):
+        return None
+    return _SIGNIFICANDS[bits], 2.0 ** (math.frexp(median(map(abs, known)))[1] - bits)
+
+
+def _significant_bits(x: float) -> int:
+    """Return the bits from the first to the last one that is set in a number's significand."""
+    numerator = abs(x).as_integer_ratio()[0]
+    return (numerator // (numerator & -numerator)).bit_length()
