@@ -26,7 +26,8 @@ class InferenceDiffers(Rule, PartingLimits):
         suddenly many times what the comparisons before it showed. It stands only when no other rule has found the operand at
         fault, which then is the cause. Where both passes called modules of the same names, the first module is named whose own
         difference, given the input that it got, is at least own_share of the largest; and why: its weight, a scale, the error of
-        a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules differ alike none is named.
+        a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules differ alike none is named;
+        where none does, the first whose input differs is, as what differs lies before it (attention, a cache's scales, a norm).
         Where the logits differ by no more than noise: other-precision, information: a module runs in FP8 in one path and in
         high precision in the other, while both run other modules in FP8 (a list of exceptions that matches other names than
         were meant). rounded-before-cast, information: both cast the weights to FP8, inference after an export in BF16, which

@@ -71,10 +71,15 @@ class _Seen:
 
 
 class _Pass:
-    """The modules that one forward pass calls, in order; no hook is left on them."""
+    """The modules that one forward pass calls, in order; no hook is left on them.
+
+    A path of inference may call parts of its model before the whole (to calibrate a scale), or another model: what counts is the
+    outermost module with the most calls, and in it what it called itself.
+    """
 
     def __init__(self) -> None:
-        self.root: nn.Module | None = None
+        self._roots: list[nn.Module] = []  # outermost modules that were called, in order
+        self._inside: set[int] = set()  # ids of their modules
         self.calls: dict[int, _Seen] = {}
         self._hooked: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -97,12 +102,20 @@ class _Pass:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
             return
-        self.root = self.root or module
+        if id(module) not in self._inside:
+            self._begin_outermost(module)
         if id(module) not in self._hooked:
             self._hooked.add(id(module))
             if any(True for _ in module.parameters(recurse=False)):
                 # the last of its hooks: those of others may replace the output
                 self._handles.append(module.register_forward_hook(self._end))
+
+    def _begin_outermost(self, module: nn.Module) -> None:
+        """Note a module that none of the outermost ones holds; parts of it that were called before it are forgotten."""
+        inside = {id(one) for one in module.modules()}
+        self._roots = [*(root for root in self._roots if id(root) not in inside), module]
+        self._inside |= inside
+        self.calls = {key: seen for key, seen in self.calls.items() if key not in inside}
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         output = output[0] if isinstance(output, tuple) and output else output
@@ -112,11 +125,13 @@ class _Pass:
         self.calls[id(module)] = _Seen(module, None if x is None else _rows(x), _rows(output), output.numel() // output.shape[-1])
 
     def by_name(self) -> dict[str, _Seen]:
-        """Return the calls by FQN below the root, in execution order."""
-        if self.root is None:
-            return {}
-        names = {id(module): plain_name(name) for name, module in self.root.named_modules(remove_duplicate=False)}
-        return {names[key]: seen for key, seen in self.calls.items() if key in names}
+        """Return the calls by FQN below the outermost module with the most of them, in execution order."""
+        found: dict[str, _Seen] = {}
+        for root in self._roots:
+            names = {id(module): plain_name(name) for name, module in root.named_modules(remove_duplicate=False)}
+            called = {names[key]: seen for key, seen in self.calls.items() if key in names}
+            found = called if len(called) > len(found) else found
+        return found
 
 
 def as_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

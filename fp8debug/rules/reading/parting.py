@@ -94,8 +94,7 @@ def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting 
         cure = "compare the router's logits and top-k of both paths; replay training's routing, or run the router alike in both"
         return Parting(module=routed, tensor="input", why=why, cure=cure, place=names.index(routed))
     if largest <= limits.max_exact_error:
-        why = f"{len(modules)} modules compute the same in both: what differs lies between them (attention, sampling, batch)"
-        return Parting(module=None, tensor=None, why=why, cure="compare attention, masks, positions and the batch of both paths")
+        return _between(modules, limits)
     chosen = [name for name in names if own[name] >= limits.own_share * largest]
     name, others = chosen[0], chosen[1:]
     part = _part(modules[name], limits)
@@ -146,6 +145,23 @@ def differing_casts(run: Run, min_share: float, limits: PartingLimits) -> Iterat
         found = [part for modules in compared if (part := look(modules, limits)) is not None]
         if found and len(found) >= min_share * len(compared):
             yield name, found[0]
+
+
+def _between(modules: Mapping[str, Mapping[str, float | None]], limits: PartingLimits) -> Parting:
+    """Return where passes part whose modules all compute the same: before the first module that gets another input."""
+    names = list(modules)
+    why = f"{len(names)} modules compute the same in both"
+    cure = "compare attention, the scales of keys and values that are kept in FP8, masks, positions and the batch of both paths"
+    place = next((i for i, name in enumerate(names) if (modules[name].get("input") or 0.0) > limits.max_exact_error), None)
+    if place is None:
+        why += ": what differs lies between them (attention, sampling, batch)"
+        return Parting(module=None, tensor=None, why=why, cure=cure)
+    name, before = names[place], f" after {names[place - 1]}" if place else ""
+    why += (
+        f", and it is the first whose input differs (by {modules[name]['input']:.2g} of its square): what differs lies before it"
+        f"{before}, and is no Linear (attention, a norm, positions)"
+    )
+    return Parting(module=name, tensor="input", why=why, cure=cure, place=place)
 
 
 def _precisions(modules: Mapping[str, Mapping[str, float | None]], limits: PartingLimits) -> dict[str, tuple[bool, bool]] | None:

@@ -96,6 +96,31 @@ def test_an_engine_of_other_names_is_judged_as_a_whole(tmp_path: Path) -> None:
     assert finding.module is None and finding.message.endswith("predict another class)")
 
 
+def test_what_lies_between_modules_is_told_by_the_first_input_that_differs(tmp_path: Path) -> None:
+    def spoil(engine: nn.Module) -> None:
+        engine.get_submodule("blocks.1.down").register_forward_pre_hook(lambda module, args: (args[0] * 21.0,))
+
+    finding = only(judged(tmp_path / "run", net("blockwise"), spoil))
+    assert (finding.module, finding.gemm, finding.tensor) == ("blocks.1.down", "fprop", "input")
+    assert "it is the first whose input differs (by 4e+02 of its square): what differs lies before it after " in finding.message
+
+
+@pytest.mark.parametrize("part", ["blocks.1.up", "blocks.1", "head"])
+def test_an_engine_may_call_parts_of_its_model_before_the_whole(part: str, tmp_path: Path) -> None:
+    """As to calibrate a scale; modules of another model that it calls are no part of the comparison."""
+    other, model = nn.Linear(4, 4), net("blockwise")
+
+    def spoil(engine: nn.Module) -> None:
+        other(torch.zeros(2, 4))
+        called = engine.get_submodule(part)
+        width = next(m.in_features for m in called.modules() if isinstance(m, nn.Linear))
+        called(torch.randn(8, width, generator=torch.Generator().manual_seed(1)))
+        stale("blocks.0.up")(engine)
+
+    finding = only(judged(tmp_path / "run", model, spoil))
+    assert (finding.module, finding.tensor) == ("blocks.0.up", "weight") and "its weight is not training's" in finding.message
+
+
 def test_no_hook_is_left(tmp_path: Path) -> None:
     model = net("blockwise")
     judged(tmp_path / "run", model, lambda engine: None)
