@@ -24,8 +24,9 @@ from tests.synthetic import build
 class Words(nn.Module):
     """An embedding, two Linears with biases, a norm, positions and a head, which may share the embedding's weight."""
 
-    def __init__(self, *, tied: bool = False, again: bool | None = None) -> None:
+    def __init__(self, *, tied: bool = False, again: bool | None = None, fused: bool = False) -> None:
         super().__init__()
+        self.fused = fused
         self.embed = nn.Embedding(32, 64)
         self.places = nn.Parameter(torch.zeros(16, 64))
         self.up, self.down, self.norm = nn.Linear(64, 128), nn.Linear(128, 64), nn.LayerNorm(64)
@@ -38,7 +39,8 @@ class Words(nn.Module):
         x = self.embed(words) + self.places
         inner = lambda x: self.down(functional.gelu(self.up(x)))  # noqa: E731  # a checkpoint takes one function
         y = inner(x) if self.again is None else checkpoint(inner, x, use_reentrant=self.again)
-        out: Tensor = self.head(self.norm(x + y))
+        y = self.norm(x + y)
+        out: Tensor = functional.linear(y, self.head.weight) if self.fused else self.head(y)
         return out
 
 
@@ -105,6 +107,19 @@ def test_passes_that_a_checkpoint_recomputes_are_named(reentrant: bool | None, s
     recorded(tmp_path, again=reentrant)
     told = [one.text for one in unwatched(fp8debug.Run(tmp_path)) if one.what == "recomputed"]
     assert [text.startswith(says or "") for text in told] == ([True] if says else [])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_weight_that_is_multiplied_by_outside_its_module_is_named(fused: bool, tmp_path: Path) -> None:
+    recorded(tmp_path / "run", fp8_head=True, fused=fused)
+    found = [one for one in unwatched(fp8debug.Run(tmp_path / "run")) if one.what == "uncalled"]
+    assert [(one.first, one.num) for one in found] == ([("head", 1)] if fused else [])
+    if fused:
+        (line,) = in_words(found)
+        assert line.startswith(
+            "not watched: GEMMs outside the Linears by the weight of head: no sampled step calls the module, and the weight has"
+            " gradients"
+        )
 
 
 def test_a_report_with_findings_names_it_too(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Unwatched:
     """Something that was not watched.
 
     Attributes:
-        what: ``parameters``, ``gemms``, ``recomputed``, ``outside-scales`` or ``results``.
+        what: ``parameters``, ``gemms``, ``uncalled``, ``recomputed``, ``outside-scales`` or ``results``.
         text: one sentence.
         share: of all parameters, or of the FLOPs of all forward GEMMs, in [0, 1]; None for the other kinds.
         first: FQN of the first module or parameter.
@@ -47,7 +47,9 @@ class Unwatched:
 
 def unwatched(run: Run) -> list[Unwatched]:
     """Return what a run did not look at, as far as it knows."""
-    found: list[Unwatched] = run.memo("unwatched", lambda: [*_parameters(run), *_gemms(run), *_recomputed(run), *_other(run)])
+    found: list[Unwatched] = run.memo(
+        "unwatched", lambda: [*_parameters(run), *_gemms(run), *_uncalled(run), *_recomputed(run), *_other(run)]
+    )
     return found
 
 
@@ -95,6 +97,21 @@ def _gemms(run: Run) -> Iterable[Unwatched]:
         where = f"{first.fqn} ({first.kind}: {first.reason}){and_more(shares.rest)}"
         text = f"{percent(share)} of the GEMM FLOPs, first {where}"
         yield Unwatched(what="gemms", text=text, share=share, first=first.fqn, num=len(shares.rest))
+
+
+def _uncalled(run: Run) -> Iterable[Unwatched]:
+    """Return the modules that no sampled step called, though their weights have gradients: something else multiplies by them."""
+    waiting = [m["fqn"] for m in run.modules if m.get("call_index") is None and not m.get("shared_with")]
+    if not waiting:
+        return
+    given = {row["module"] for row in run.sql("SELECT DISTINCT module FROM updates WHERE num_grad > 0").to_pylist()}
+    used = [name for name in waiting if name in given]
+    if used:
+        text = (
+            f"GEMMs outside the Linears by the weight of {used[0]}{and_more(used)}: no sampled step calls the module, and the"
+            " weight has gradients (a fused loss that computes the logits itself, a function, a tied embedding)"
+        )
+        yield Unwatched(what="uncalled", text=text, share=None, first=used[0], num=len(used))
 
 
 def _recomputed(run: Run) -> Iterable[Unwatched]:
