@@ -109,9 +109,9 @@ class LossScaleLoop(Rule):
           1 / sqrt(S), 1/32 at least, so that a sum over up to 32 ranks passes. Of the gradient Adam's first moment
           is 0.1 at its first step at beta1 0.9 and 0.23 in the RMS of independent ones, sqrt((1 - beta1) / (1 + beta1)), both
           closed forms; one that a fused kernel divides by S is 1 / S of it. No published basis for 1024.
-        - min_losses 16: of loss-rounded, different losses needed. Closed form: an FP32 loss is a BF16 value with a probability of
-          2^-16, an FP16 value with 2^-13. A quarter of the losses need all bits of the format, of which half do on average, so
-          that losses which are whole numbers are none.
+        - min_losses 16, min_full_share 0.25: of loss-rounded, different losses needed, and share of them that need all bits of the
+          format. Closed form: an FP32 loss is a BF16 value with a probability of 2^-16, an FP16 value with 2^-13; half of the
+          values of a format need all its bits on average, and losses that are whole numbers do not.
         - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588. clipped-while-scaled: in
           allennlp #5426; gradients-vanish: in Open-Rig3R #35. loss-rounded: in modalities #464.
     """
@@ -139,6 +139,7 @@ class LossScaleLoop(Rule):
     min_clipped_steps: int = 3
     min_divided_scale: float = 1024.0
     min_losses: int = 16
+    min_full_share: float = 0.25
 
     def needs(self, run: Run) -> str | None:
         """Return why not: neither a loss scale was recorded, nor gradients, nor an optimizer step."""
@@ -180,7 +181,7 @@ class LossScaleLoop(Rule):
     def _rounded(self, run: Run) -> Iterable[Finding]:
         query = "SELECT step, loss FROM raw_steps WHERE loss IS NOT NULL ORDER BY step"
         rows = run.sql(query).to_pylist()
-        found = loss_format([row["loss"] for row in rows], self.min_losses)
+        found = loss_format([row["loss"] for row in rows], self.min_losses, self.min_full_share)
         if found is not None:
             message = (
                 f"all {len(rows)} losses are {found[0]} values, two of which lie {found[1]:.2g} apart there: the loss function"

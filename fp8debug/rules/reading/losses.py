@@ -212,7 +212,7 @@ def _largest_rise(levels: Sequence[float]) -> float:
 _SIGNIFICANDS = {8: "BF16", 11: "FP16"}
 
 
-def loss_format(losses: Sequence[float], min_distinct: int) -> tuple[str, float] | None:
+def loss_format(losses: Sequence[float], min_distinct: int, min_full: float) -> tuple[str, float] | None:
     """Return the 16-bit format on whose grid all losses lie, and the distance of two of its values at the median loss.
 
     A loss of FP32 needs no more than b bits of its 24 with a probability of 2^(b - 24), one of a format of b bits all b of them
@@ -221,13 +221,14 @@ def loss_format(losses: Sequence[float], min_distinct: int) -> tuple[str, float]
     Args:
         losses: of a run; what is not finite, or 0, is left out.
         min_distinct: different losses needed.
+        min_full: share of the losses that need all bits, at least.
     """
     known = [loss for loss in losses if math.isfinite(loss) and loss]
     if len(set(known)) < min_distinct:
         return None
     needed = [_significant_bits(loss) for loss in known]
     bits = max(needed)
-    if bits not in _SIGNIFICANDS or 4 * needed.count(bits) < len(needed):
+    if bits not in _SIGNIFICANDS or needed.count(bits) < min_full * len(needed):
         return None
     return _SIGNIFICANDS[bits], 2.0 ** (math.frexp(median(map(abs, known)))[1] - bits)
 
