@@ -109,8 +109,8 @@ class LossScaleLoop(Rule):
           1 / sqrt(S), 1/32 at least, so that a sum over up to 32 ranks passes. Of the gradient Adam's first moment
           is 0.1 at its first step at beta1 0.9 and 0.23 in the RMS of independent ones, sqrt((1 - beta1) / (1 + beta1)), both
           closed forms; one that a fused kernel divides by S is 1 / S of it. No published basis for 1024.
-        - min_losses 16, min_full_share 0.25: of loss-rounded, different losses needed, and share of them that need all bits of the
-          format. Closed form: an FP32 loss is a BF16 value with a probability of 2^-16, an FP16 value with 2^-13; half of the
+        - min_losses 16, min_full_share 0.25: of loss-rounded, different losses needed, and share of them that need all bits of
+          the format. Closed form: an FP32 loss is a BF16 value with a probability of 2^-16, an FP16 value with 2^-13; half of the
           values of a format need all its bits on average, and losses that are whole numbers do not.
         - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588. clipped-while-scaled: in
           allennlp #5426; gradients-vanish: in Open-Rig3R #35. loss-rounded: in modalities #464.
