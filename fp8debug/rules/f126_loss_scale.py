@@ -184,8 +184,8 @@ class LossScaleLoop(Rule):
         found = loss_format([row["loss"] for row in rows], self.min_losses, self.min_full_share)
         if found is not None:
             message = (
-                f"all {len(rows)} losses are {found[0]} values, two of which lie {found[1]:.2g} apart there: the loss is computed in"
-                f" {found[0]}, which rounds what its backward pass reads, or it was rounded to be recorded"
+                f"all {len(rows)} losses are {found[0]} values, two of which lie {found[1]:.2g} apart there: the loss is computed"
+                f" in {found[0]}, which rounds what its backward pass reads, or it was rounded to be recorded"
             )
             finding = self._finding(run, Severity.INFO, (rows[0]["step"], rows[-1]["step"]), message, found[1], None)
             yield replace(finding, name="loss-rounded", cure=_UPCAST)
