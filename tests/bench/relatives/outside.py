@@ -165,6 +165,9 @@ def te(folder: Path, layers: Any, steps: Any, value: Any, names: Any = None) -> 
         for layer in layers:
             for k, v in value(layer, s).items():
                 log.log_scalar(f"{layer}_{k}", v, s)
+    for handler in list(log.stats_logger.handlers):  # else the next log is written into this one too
+        log.stats_logger.removeHandler(handler)
+        handler.close()
 
 
 LAYERS = [
