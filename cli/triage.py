@@ -136,7 +136,7 @@ def _print(findings: Findings) -> None:
         more = "; fp8debug fallback RUN lists candidates" if candidates else ""
         echo(f"\nfp8debug explain {findings[0].code} says more{more}")
     if findings.baseline is not None:
-        _print_baseline(findings.baseline)
+        _print_baseline(findings.baseline, findings.thresholds.get("F125"))
 
 
 def _row(finding: Finding) -> list[object]:
@@ -146,9 +146,9 @@ def _row(finding: Finding) -> list[object]:
     return [finding.code, str(finding.severity), finding.module, site or None, steps, cause]
 
 
-def _print_baseline(baseline: Mapping[str, Any]) -> None:
+def _print_baseline(baseline: Mapping[str, Any], limits: Mapping[str, float] | None) -> None:
     echo(f"\nbaseline {baseline['run']}:")
-    echo(f"  {gap_words(baseline, (baseline['run'], 'this run'))}")
+    echo(f"  {gap_words(baseline, (baseline['run'], 'this run'), limits)}")
     differences = configuration_words(baseline["configuration"])
     for what, theirs, ours in differences[:MAX_DIFFERENCES]:
         echo(f"  {what}: {cell(theirs)} -> {cell(ours)}")

@@ -65,7 +65,7 @@ def verdict_sections(run: Run, findings: Findings, baseline: Run | None = None) 
 
 def finding_sections(run: Run, findings: Findings) -> list[str]:
     """Return the findings with their evidence, and the comparison with the baseline that they were made with."""
-    return [_findings(run, findings), _unwatched(findings), _baseline(findings.baseline)]
+    return [_findings(run, findings), _unwatched(findings), _baseline(findings.baseline, findings.thresholds.get("F125"))]
 
 
 def document(title: str, body: Iterable[str]) -> str:
@@ -224,10 +224,10 @@ def _prose(text: str) -> str:
     return "<br>".join(escape(" ".join(item.split())) for item in text.replace("\n- ", "\n\0").split("\0"))
 
 
-def _baseline(baseline: Mapping[str, Any] | None) -> str:
+def _baseline(baseline: Mapping[str, Any] | None, limits: Mapping[str, float] | None) -> str:
     if baseline is None:
         return ""
-    lines = [gap_words(baseline, (baseline["run"], "this run"))]
+    lines = [gap_words(baseline, (baseline["run"], "this run"), limits)]
     lines += [f"{what}: {_told(theirs)} → {_told(ours)}" for what, theirs, ours in configuration_words(baseline["configuration"])]
     return f"<section class='panel'><h2>Against {escape(baseline['run'])}</h2>{bullets(lines)}</section>"
 

@@ -210,8 +210,7 @@ class Rule(Documented):
         changes: fields of Cast that cure the fault without leaving FP8; empty where no cast does.
         needs_fp8: True for a rule that judges running casts: a run of what-if rows alone has none.
         is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
-        follows: True for a fault that one elsewhere may cause, by the size of what it sends on: right after an error of
-            another cause its findings are victims.
+        follows: True for a fault that one elsewhere may cause: of a :class:`FollowingRule`.
         needs_training: True for a rule over gradients, optimizer steps or the loss, which a run of inference has not.
         only_unexplained: True for a rule that knows no cause of its own: sites that another rule explains are left to that rule.
     """
@@ -243,6 +242,21 @@ class Rule(Documented):
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Return whether a finding of this rule holds beside those of the other rules."""
         return True
+
+
+@dataclass(frozen=True)
+class FollowingRule(Rule):
+    """Base of the rules over faults that one elsewhere may cause, by the size of what it sends on.
+
+    Right after an error of another cause their findings are victims.
+
+    Attributes:
+        follow_steps: sampled steps after the first of another cause within which a consequence shows.
+    """
+
+    follows = True
+
+    follow_steps: int = 2
 
 
 def accuses_other_modules(finding: Finding, others: Sequence[Finding], code: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.reading.bf16_verdict import Bf16Verdict, bf16_verdict
 from fp8debug.rules.reading.changes import Change, changes_of
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.losses import OTHER_LOSS, divergence, first_nonfinite, has_other_loss, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
 from fp8debug.rules.reading.movements import movements_before
@@ -25,8 +26,6 @@ from fp8debug.store.read.files import CUT_SHORT
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Sampled steps before the loss moves within which a change or a warning may be its cause.
-NEAR = 5
 #: ``kind`` in words; (a) to (c) are the three classes of an FP8 training problem.
 TITLES = {
     "loss-spike": "(a) loss spike",
@@ -104,9 +103,16 @@ def first_seen_after(run: Run, step: int, findings: Sequence[Finding]) -> list[F
     return [f for f in findings if f.module and step < f.steps[0] <= until]
 
 
-def near_before(run: Run, step: int) -> int:
-    """Return the sampled step ``NEAR`` sampled steps before a step."""
-    return min([s for s in sampled_steps(run) if s <= step][-NEAR:], default=step)
+def near_before(run: Run, step: int, limits: CourseLimits) -> int:
+    """Return the sampled step ``near_steps`` sampled steps before a step."""
+    return min([s for s in sampled_steps(run) if s <= step][-limits.near_steps :], default=step)
+
+
+def course_limits(rules: Mapping[str, Rule]) -> CourseLimits:
+    """Return the thresholds of the classification, which are those of F125."""
+    limits = rules["F125"]
+    assert isinstance(limits, CourseLimits)
+    return limits
 
 
 def name_of(finding: Finding) -> str:
@@ -124,8 +130,6 @@ def number_of(findings: Sequence[Finding]) -> str:
     return f"{len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}"
 
 
-#: Steps from the first within which a divergence is "at once"; and the share of the modules that is "everywhere".
-AT_ONCE, EVERYWHERE = 20, 0.5
 #: Codes of a run whose inference differs from its training (numerics.md, 5).
 MISMATCH = ("F121", "F122")
 
@@ -158,6 +162,7 @@ def classify(
         num_skipped: of these rules, as they lacked what they need.
     """
     harmful = [f for f in findings if f.code in rules and rules[f.code].is_harmful and f.severity > Severity.INFO]
+    limits = course_limits(rules)
     steps, losses = read_losses(run)
     if is_inference(run):
         return _of_inference(run, findings, harmful, (len(rules) - num_skipped, len(rules)))
@@ -166,8 +171,8 @@ def classify(
         evidence = ("give the loss to watch.step(loss=loss), so that spikes and divergence are detected",)
         return at_first(Classification(kind="unknown", cause="no-loss", what=what, evidence=evidence), harmful)
     sick = first_nonfinite(losses)
-    found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))
-    diverged = None if sick is not None else divergence(steps, losses)
+    found = list(spikes(steps[:sick], losses[:sick], limits))
+    diverged = None if sick is not None else divergence(steps, losses, limits)
     start = next((f for f in findings if f.code == AT_START and f.severity > Severity.INFO), None)
     exploded = next((f for f in findings if f.name == OUT_OF_SIZE and f.severity > Severity.INFO), None)
     if exploded is not None and not any(f.steps[0] < exploded.steps[0] for f in harmful if f is not exploded):
@@ -175,7 +180,7 @@ def classify(
     start = start if start is not exploded else None
     if start is not None:
         what = f"{start.message}: at once and everywhere. {SUSPECT}"
-        told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run) if c.step <= start.steps[1])
+        told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run, limits) if c.step <= start.steps[1])
         return Classification(kind="divergence", cause="at-once", what=what, evidence=told, step=start.steps[0], code=AT_START)
     if sick is None and has_other_loss(run):
         words = f"the loss is finite, and rises and spikes are not judged: {OTHER_LOSS}"
@@ -183,19 +188,19 @@ def classify(
     if sick is not None:
         lost = nonfinite(steps, losses)
         assert lost is not None
-        found_it = _divergence(run, steps[0], lost.step, lost.what, findings, harmful)
+        found_it = _divergence(run, steps[0], lost.step, lost.what, findings, harmful, limits)
         # A loss that comes back is a spike, whoever made it.
         return replace(found_it, **_AS_SPIKE.get(found_it.cause, {})) if lost.recovers_at is not None else found_it
     if diverged is not None:
         words = f"the loss rises from {diverged.best:.4g} to {diverged.last:.4g} from step {diverged.step} on and stays there"
-        return _divergence(run, steps[0], diverged.step, words, findings, harmful)
+        return _divergence(run, steps[0], diverged.step, words, findings, harmful, limits)
     if found:
         worst = max(found, key=lambda spike: (spike.loss - spike.usual) / max(spike.noise, 1e-12))
         more = f" (the largest of {len(found)} spikes)" if len(found) > 1 else ""
-        return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.size}", harmful)
+        return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.size}", harmful, limits)
     if comparison is not None and comparison["diverges_at"] is not None and comparison["loss_gap"] > 0:
         return _gap(comparison, harmful)
-    too_short = len(steps) <= rules["F125"].thresholds["min_history"]
+    too_short = len(steps) <= limits.min_history
     return _fine(run, findings, harmful, (len(rules) - num_skipped, len(rules)), _few(len(steps)) if too_short else FINE)
 
 
@@ -217,20 +222,24 @@ def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classific
 
 
 def with_bf16(
-    run: Run, classification: Classification, findings: Sequence[Finding], comparison: Mapping[str, Any] | None
+    run: Run,
+    classification: Classification,
+    findings: Sequence[Finding],
+    rules: Mapping[str, Rule],
+    comparison: Mapping[str, Any] | None,
 ) -> Classification:
     """Return the class of a run whose loss left its course, with whether BF16 would have left it too."""
     if classification.step is None or classification.kind not in ("loss-spike", "divergence"):
         return classification
-    found = bf16_verdict(run, classification.step, classification.cause, findings, comparison)
+    found = bf16_verdict(run, classification.step, classification.cause, findings, comparison, course_limits(rules))
     return replace(classification, bf16=found, evidence=(*classification.evidence, found.words))
 
 
-def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:
+def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding], limits: CourseLimits) -> Classification:
     begun = [f for f in begun_by(step, harmful) if f.steps[0] < step or any(site.gemm == "fprop" for site in f.sites)]
-    near = [f for f in begun if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
-    moved = movements_before(run, step)
-    changes = [c for c in changes_of(run) if near_before(run, step) <= c.step <= step and c.module is None]
+    near = [f for f in begun if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step, limits)]
+    moved = movements_before(run, step, limits)
+    changes = [c for c in changes_of(run, limits) if near_before(run, step, limits) <= c.step <= step and c.module is None]
     told = tuple(f"step {c.step}: {c.what}" for c in changes)
     base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words, *told), step=step)
     if near:
@@ -250,18 +259,24 @@ def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Class
 
 
 def _divergence(
-    run: Run, first: int, step: int, words: str, findings: Sequence[Finding], harmful: Sequence[Finding]
+    run: Run,
+    first: int,
+    step: int,
+    words: str,
+    findings: Sequence[Finding],
+    harmful: Sequence[Finding],
+    limits: CourseLimits,
 ) -> Classification:
     base = Classification(kind="divergence", cause="numerical", what=words, step=step)
     before = begun_by(step, harmful)
     sick = {name for f in before for name in (f.module, *f.also) if name}
     num_modules = len([m for m in run.modules if m["call_index"] is not None])
-    is_everywhere = len(sick) >= max(2, EVERYWHERE * num_modules)
-    changes = [c for c in changes_of(run) if near_before(run, step) <= c.step <= step]
+    is_everywhere = len(sick) >= max(2, limits.min_everywhere_share * num_modules)
+    changes = [c for c in changes_of(run, limits) if near_before(run, step, limits) <= c.step <= step]
     evidence = tuple(f"step {c.step}: {c.what}" for c in changes)
     lost = next((f for f in findings if f.code == "F125" and f.severity is Severity.ERROR), None)
     ours = [c for c in changes if c.module is None]
-    if step - first <= AT_ONCE and (is_everywhere or not before) and lost is None:
+    if step - first <= limits.at_once_steps and (is_everywhere or not before) and lost is None:
         extent = f"{len(sick)} of {num_modules} modules at once" if sick else "no layer before the others"
         what = f"{words}: at once and everywhere ({extent}). {SUSPECT}"
         return replace(base, cause="at-once", what=what, evidence=evidence)
@@ -273,7 +288,7 @@ def _divergence(
         return at_first(replace(base, what=f"{words}: numerical, origin {since(before[0])}", evidence=evidence), before)
     if lost is not None:
         return replace(base, cause="undecided", what=lost.message, evidence=(*evidence, lost.cure))
-    moved = movements_before(run, step)
+    moved = movements_before(run, step, limits)
     jump = None if moved.found else _rate_jump(changes, step)
     if jump is not None:
         return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.formats import FORMATS
 from fp8debug.metrics import limits
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, FollowingRule, Severity
 from fp8debug.rules.reading.bounds import READ_AS_ANOTHER
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.forecasts import clipping_ahead
+from fp8debug.rules.reading.forecasts import ForecastLimits, clipping_ahead
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, above, percent, times, traces
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _LEFT_BEHIND = ", nor does it hold what the tensor had at earlier sampled steps:
 
 
 @dataclass(frozen=True)
-class StaleScaleSaturation(Rule):
+class StaleScaleSaturation(FollowingRule, ForecastLimits):
     """A delayed scale predates a growth of its tensor: values clip at the format's maximum.
 
     What it detects
@@ -69,13 +69,17 @@ class StaleScaleSaturation(Rule):
           max_calls 2: amaxes that a history may get for one recorded tensor, as a recomputed forward pass adds its own.
         - horizon 1: how far a forecast looks ahead, as a share of the steps that the trend was seen for; 0 for none. No
           published basis.
+        - min_points 8, max_points 60, min_z 3, min_later_slope 0.5, trend_warmup 8: of a forecast, the sampled steps that make a
+          trend, at least and at most (the last ones count), after the first steps of the run; Mann-Kendall's z, which 1 of 740
+          steady series has by chance; and the slope of the later half over that of the whole. No published basis.
+        - follow_steps 2: sampled steps after the first of another fault, in a layer that ran before, within which this one is its
+          consequence, as information. No published basis.
     """
 
     code = "F101"
     name = "stale-scale-saturation"
     columns = ("num_saturated",)
     cure = "scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM"
-    follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
 
     max_rate: float = limits.MAX_CLIPPED_DELAYED
@@ -90,12 +94,11 @@ class StaleScaleSaturation(Rule):
     early_steps: int = 4
     max_lag: int = 1
     max_calls: int = 2
-    horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites whose scale is too old, or else those where it will be."""
         found = list(self._clipping(run))
-        yield from found or clipping_ahead(self, run, self.min_headroom, self.horizon)
+        yield from found or clipping_ahead(self, run, self.min_headroom, self)
 
     @property
     def _look(self) -> Look:

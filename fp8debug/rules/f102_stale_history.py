@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.metrics import limits
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, FollowingRule, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, times, traces
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StaleHistoryUnderflow(Rule):
+class StaleHistoryUnderflow(FollowingRule):
     """A delayed scale holds the amax of an old spike: ordinary values underflow to zero.
 
     What it detects
@@ -49,13 +49,14 @@ class StaleHistoryUnderflow(Rule):
         - min_steps 2: sampled steps after the warm-up, and at least half of those since the first.
         - warmup 8: first steps of a run, which do not count: a layer behind a zero-initialised one has no gradient at
           first, and an empty history scales by 1 [measured: 63 % at step 1, in a run that trains well].
+        - follow_steps 2: sampled steps after the first of another fault, in a layer that ran before, within which this one is its
+          consequence, as information. No published basis.
     """
 
     code = "F102"
     name = "stale-history-underflow"
     columns = ("num_underflow", "headroom", "sum_err2")
     cure = "scaling='current' for this operand; else a shorter history or algo='most_recent'; else BF16 for this GEMM"
-    follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
 
     max_rate: float = limits.MAX_UNDERFLOW

@@ -10,7 +10,7 @@ from fp8debug.metrics import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.histories import operands_of_history
+from fp8debug.rules.reading.histories import HistoryLimits, operands_of_history
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _CLIPS_NOTHING = f"NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2_even%'
 
 
 @dataclass(frozen=True)
-class ScaleRoundedDown(Rule):
+class ScaleRoundedDown(Rule, HistoryLimits):
     """A power-of-two scale_inv is rounded down, so that the largest values of a block clip.
 
     What it detects
@@ -59,6 +59,8 @@ class ScaleRoundedDown(Rule):
         - min_headroom_undeclared 1.07: where pow2_floor is not declared, how far the largest value must lie above what its
           scale holds. A scale made of values that were rounded to E4M3 before is at most 1/17 short, and harmless; an
           E4M3 scale (NVFP4) is so by its definition, and is left out.
+        - max_history_headroom 0.98, min_history_move 0.002, min_history_share 0.5: by which a scale is of a history, under which
+          values may clip; as in F113, which says where they come from.
         - Seen in ao #2035, mlx #4353, aiter #3212.
     """
 
@@ -96,7 +98,7 @@ class ScaleRoundedDown(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
         found = traces(run, self._look)
-        of_history = operands_of_history(run) if found else frozenset()
+        of_history = operands_of_history(run, self) if found else frozenset()
         for trace in found:
             row = trace.worst("overflow_rate")
             rate, gain = row["overflow_rate"], row["gain"]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.metrics import limits
 from fp8debug.recipes import get_recipe, list_recipes
-from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
+from fp8debug.rules.base import RULES, Finding, FollowingRule, Severity, accuses_other_modules
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
-from fp8debug.rules.reading.forecasts import underflow_ahead
+from fp8debug.rules.reading.forecasts import ForecastLimits, underflow_ahead
 from fp8debug.rules.reading.outlier_spread import spread_log2
 from fp8debug.rules.reading.traces import RUNNING, Trace, has_fp8, percent, times, traces
 from fp8debug.types import Gemm, TensorRole
@@ -23,7 +23,7 @@ _COLUMNS = ("underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist")
 
 
 @dataclass(frozen=True)
-class OutlierUnderflow(Rule):
+class OutlierUnderflow(FollowingRule, ForecastLimits):
     """An outlier sets the scale of its neighbours, and they underflow to zero while SQNR looks better than clean.
 
     What it detects
@@ -60,6 +60,10 @@ class OutlierUnderflow(Rule):
         - min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
         - horizon 1: how far a forecast looks ahead, as a share of the steps that the trend was seen for; 0 for none. No
           published basis.
+        - min_points 8, max_points 60, min_z 3, min_later_slope 0.5, trend_warmup 8: of a forecast; as in F101, which says what
+          they are and where they come from.
+        - follow_steps 2: sampled steps after the first of another fault, in a layer that ran before, within which this one is its
+          consequence, as information. No published basis.
     """
 
     code = "F105"
@@ -67,7 +71,6 @@ class OutlierUnderflow(Rule):
     needs_fp8 = False
     columns = ("num_underflow", "amax")
     cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
-    follows = True
     changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128", "scaling": "current"}
 
     max_rate: float = limits.MAX_UNDERFLOW
@@ -77,7 +80,6 @@ class OutlierUnderflow(Rule):
     min_crest: float = limits.MIN_CREST
     min_headroom: float = limits.MAX_STALE_HEADROOM
     min_elements: int = limits.MIN_UNDERFLOW_ELEMENTS
-    horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs that an outlier flushes, or else those that it will."""
@@ -86,7 +88,7 @@ class OutlierUnderflow(Rule):
             return
         sites = [trace for rows in self._looks for trace in traces(run, rows)]
         found = [self._with_cure(finding, run) for finding in self._flushed(sites)]
-        yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
+        yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self)
 
     @property
     def _looks(self) -> tuple[Look, Look]:

@@ -10,7 +10,7 @@ from fp8debug.rules.base import RULES, Finding, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
-from fp8debug.rules.reading.weights import LIMITS, OffWeightRule, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import OffWeightRule, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -69,6 +69,12 @@ class StaleWeight(OffWeightRule):
           to 2 for each block leaves 0.95.
         - min_judged_rows 0.8: share of sampled rows that are either lost or right, where a part of the weight is another's; the
           others lie between 10 and 24 dB, as those of a stale weight do. No published basis.
+        - min_elements 256: elements; a small tensor says little. No published basis.
+        - min_mixed_rows 0.03, max_foreign_sqnr_db 15, max_unrelated 0.3, max_size_error 0.5: by which the weight is another's; as
+          in F121, which says where they come from. Set them for both.
+        - max_unit_gain 2, min_pair_cosine 0.999, max_pair_error 0.15, min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16,
+          min_result_cosine 0.9, min_compensated 4: by which a scale is applied outside the GEMM or on the other operand's side;
+          as in F113, which says where they come from.
         - Seen in TransformerEngine #1047, marin #7659.
     """
 
@@ -76,23 +82,17 @@ class StaleWeight(OffWeightRule):
     name = "stale-weight"
     cure = "refresh the FP8 weight after each optimizer step, or switch its cache off; else BF16 for this module"
 
-    max_own_scale_sqnr_db: float = LIMITS.max_own_scale_sqnr_db
-    max_own_scale_cosine: float = LIMITS.max_own_scale_cosine
-    max_own_headroom_error: float = LIMITS.max_own_headroom_error
-    max_headroom: float = LIMITS.max_headroom
     min_reread_gap_db: float = 1.0
-    min_steps: int = LIMITS.min_steps
-    warmup: int = LIMITS.warmup
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off, in either read."""
-        yield look_for_weights(self.limits)
+        yield look_for_weights(self)
         yield self._recheck
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another time."""
         yield from self._between_microbatches(run)
-        for weight in off_weights(run, self.limits):
+        for weight in off_weights(run, self):
             if not weight.foreign:
                 row = min(weight.trace.rows, key=lambda row: float(row["sqnr_db"]))
                 message = (
@@ -117,7 +117,8 @@ class StaleWeight(OffWeightRule):
             return
         found = traces(run, self._recheck)
         # The weight of such a GEMM holds the scale of each microbatch's input.
-        across = {(row["module"], row["gemm"]) for row in applied_outside(run) if row["tensor"] != "weight"} if found else set()
+        outside = applied_outside(run, self.max_unit_gain) if found else []
+        across = {(row["module"], row["gemm"]) for row in outside if row["tensor"] != "weight"}
         for trace in found:
             if (trace.module, trace.gemm) not in across and trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = trace.least("reread_sqnr_db")

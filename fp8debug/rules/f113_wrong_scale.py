@@ -12,13 +12,14 @@ from fp8debug.metrics import limits
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, READ_AS_ANOTHER, SCALED_FOR_ANOTHER
-from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.histories import MAX_CLIPPED, MAX_CLIPPED_ACT, operands_of_history
-from fp8debug.rules.reading.misread import COLUMNS, LIMITS, misreadings
-from fp8debug.rules.reading.outside_scales import MAX_UNIT_GAIN, otherwise_scaled
-from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
+from fp8debug.rules.reading.conditions import IS_DELAYED, IS_POWER_OF_TWO, ONE_SCALE, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.histories import HistoryLimits, operands_of_history
+from fp8debug.rules.reading.misread import COLUMNS, PairLimits, misreadings
+from fp8debug.rules.reading.outside_scales import otherwise_scaled
+from fp8debug.rules.reading.stored_scales import ScaleRange, are_cut_off
 from fp8debug.rules.reading.traces import (
     SCALE_COLUMNS,
+    ElsewhereLimits,
     Trace,
     above,
     percent,
@@ -50,7 +51,7 @@ _FILL = (
 _NOT_OWN = "static, older than the tensor, or from the amax of a part of it"
 _MAXIMUM = "divide the amax by the maximum of the format that the cast runs, as the device has it"
 #: SQL: the largest scale is no power of two, so that scales are not rounded to one.
-_IS_NO_POWER_OF_TWO = "abs(log2(scale_inv_max) - round(log2(scale_inv_max))) > 1e-5"
+_IS_NO_POWER_OF_TWO = f"NOT {IS_POWER_OF_TWO}"
 #: Relative spread of what a power of two that is rounded upwards leaves of the range: between a half and all of it.
 _BINADE = 0.5
 _PASS = (
@@ -64,7 +65,7 @@ _TOLD = (READ_AS_ANOTHER, SCALED_FOR_ANOTHER)
 
 
 @dataclass(frozen=True)
-class WrongScale(Rule):
+class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
     """An operand is faithful but for a factor: its scale_inv does not belong to its data.
 
     What it detects
@@ -100,6 +101,8 @@ class WrongScale(Rule):
         - max_gain_error 0.05: abs(gain - 1); numerics.md, 4 (act beyond 5 %). Raised to what rounding itself can do to
           equal values: 1/17 for E4M3, 1/9 for E5M2, with a guard of 10 %, and 1/8 for clipping under pow2_floor.
         - min_cosine 0.999: numerics.md, 4 (warn below 0.999); below, the error is more than a factor.
+        - max_likely_error 0.01: relative distance of a gain from the ratio of two formats' maxima at which the message has it;
+          what rounding changes of a gain (numerics.md, 4: warn beyond 1 %).
         - max_overflow_rate 0.05: share of elements beyond the maximum by the recorded scale: with half the scale the
           maxima of all blocks count, at most one or two of 32. Above, equal values clip together (F101).
         - max_underflow_rate 0.01: under delayed or static scaling, the share of nonzero elements that underflow, above which
@@ -116,6 +119,11 @@ class WrongScale(Rule):
           tensor or of an earlier one; an error from that share on. As in F104.
         - max_history_rate 0.001, max_grown_rate 0.01: share of elements that clip under a scale of a history, above which it is a
           warning, and an error; numerics.md, 4 (delayed scaling).
+        - max_history_headroom 0.98, min_history_move 0.002, min_history_share 0.5: such a scale is at times larger than its
+          tensor needs, which fills less than that share of its range (half of it under a power of two, which is rounded
+          upwards): rounding a scale to BF16 changes it by 0.4 %; scale and share move by more than BF16's rounding, 2^-9, as a
+          margin keeps its share; and so do as many operands of one cast and tensor, where growing tensors fill their scales.
+          No published basis.
         - max_unused_headroom 0.9, max_spread 0.002: of scale-for-another-maximum, information: amax over what its scale holds at
           every sampled step, in all blocks at most, and its relative spread. Under current scaling without rounding it is 1; a
           constant below, while the scales of an operand of this cast change, is a margin or the maximum of another format. Where
@@ -131,6 +139,17 @@ class WrongScale(Rule):
         - min_unused_steps 2: of scale-for-another-maximum, sampled steps, all of the run's. No published basis.
         - max_unit_gain 2: of scale-not-applied, the gain (or its inverse) beyond which a scale_inv of 1 is not the tensor's own:
           codes that fill a format's range within a binade are at most twice their tensor.
+        - min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16: of a scale that is applied outside the GEMM, cosine of codes
+          with their tensor: factors of rows part the directions, to 0.58 in a gradient whose rows differ a hundredfold
+          [measured]; and the same of codes so many times their tensor, a size that chance does not give them.
+        - min_pair_cosine 0.999, max_pair_error 0.15: of a scale on the other operand's side, cosine that rounding leaves
+          (numerics.md, 4: warn below; of E5M2 what its error leaves, 0.994), and relative difference of the product of both
+          factors from 1, and of a result from its product. No published basis for the latter.
+        - min_result_cosine 0.9, min_compensated 4: cosine of a result that is right but for noise, as in F128; and squared error
+          of both operands over the result's where their scales make up for each other: the smaller one is at most half of it
+          where they do not (closed form), and 4 lies 9 dB above that. No published basis for the margin.
+        - max_ratio_error 0.002, max_misread_db 10, min_misread_cosine 0.1, max_sums_ratio 2, max_growth 16: by which the message
+          has another format whose codes leave the same numbers; as in F120, which says where they come from.
         - Seen in TransformerEngine #123, #567 and #982, sglang #25733, pytorch #190979.
     """
 
@@ -141,6 +160,7 @@ class WrongScale(Rule):
 
     max_gain_error: float = limits.MAX_GAIN_ERROR
     min_cosine: float = 0.999
+    max_likely_error: float = 0.01
     max_overflow_rate: float = 0.05
     max_underflow_rate: float = 0.01
     max_subnormal_rate: float = 0.5
@@ -148,20 +168,19 @@ class WrongScale(Rule):
     min_mixed_rows: float = 0.03
     min_judged_rows: float = 0.8
     min_elements: int = 256
-    max_unit_gain: float = MAX_UNIT_GAIN
     min_exact_headroom: float = 1.07
     min_clipped: int = 8
     max_clipped_rate: float = 0.001
-    max_history_rate: float = MAX_CLIPPED
-    max_grown_rate: float = MAX_CLIPPED_ACT
+    max_history_rate: float = limits.WARN_CLIPPED_DELAYED
+    max_grown_rate: float = limits.MAX_CLIPPED_DELAYED
     max_unused_headroom: float = 0.9
     max_unused_headroom_pow2: float = 0.25
     min_unused_headroom: float = 0.1
     max_unused_underflow: float = 0.01
     min_unused_steps: int = 2
     max_spread: float = 0.002
-    min_own_share: float = MIN_OWN_SHARE
-    min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
+    min_own_share: float = ScaleRange.min_own_share
+    min_own_share_transformed: float = ScaleRange.min_own_share_transformed
 
     @property
     def _look(self) -> Look:
@@ -194,10 +213,10 @@ class WrongScale(Rule):
             Condition("headroom", "<", self.max_unused_headroom),
             Keys("cast_name LIKE '% current%' AND cast_name NOT LIKE '%eps=%'"),
             f"numel >= {self.min_elements} AND coalesce(num_eps_blocks, 0) = 0 AND (headroom < {self.max_unused_headroom_pow2}"
-            f" AND NOT {_IS_NO_POWER_OF_TWO} AND NOT {IS_BELOW_8_BITS} OR headroom > {self.min_unused_headroom}"
+            f" AND {IS_POWER_OF_TWO} AND NOT {IS_BELOW_8_BITS} OR headroom > {self.min_unused_headroom}"
             f" AND {_IS_NO_POWER_OF_TWO} AND cast_name NOT LIKE '%pow2%')",
         ]
-        columns = ["headroom", "scale_inv_max", "underflow_nonzero_rate", f"NOT {_IS_NO_POWER_OF_TWO} AS is_pow2"]
+        columns = ["headroom", "scale_inv_max", "underflow_nonzero_rate", f"{IS_POWER_OF_TWO} AS is_pow2"]
         return look(conditions, columns)
 
     @property
@@ -226,7 +245,7 @@ class WrongScale(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
         moved = traces(run, self._moved)
-        is_elsewhere = scaled_elsewhere(run, moved)
+        is_elsewhere = scaled_elsewhere(run, moved, self)
         for whole in traces(run, self._look):
             limit = limits.gain_limit(whole.cast, self.max_gain_error)
             trace = whole.where(above("gain_error", limit))
@@ -235,12 +254,12 @@ class WrongScale(Rule):
                 row = trace.worst("gain_error")
                 message = (
                     f"the {trace.gemm} {trace.tensor} is {row['gain']:.4g} times its reference at step {row['step']}, at"
-                    f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data{_likely(trace.cast, row['gain'])}"
-                    f"{_or_codes(trace.cast, row)}"
+                    f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data"
+                    f"{_likely(trace.cast, row['gain'], self.max_likely_error)}{_or_codes(trace.cast, row, self)}"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
         clipped = traces(run, self._clipped)
-        of_history = operands_of_history(run) if clipped else frozenset()
+        of_history = operands_of_history(run, self) if clipped else frozenset()
         for whole in clipped:
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             trace = trace and trace.where(self._is_scale)
@@ -272,7 +291,7 @@ class WrongScale(Rule):
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
                 f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
-                f" smaller ({why}){_likely(trace.cast, row['gain'])}"
+                f" smaller ({why}){_likely(trace.cast, row['gain'], self.max_likely_error)}"
             )
             is_large = row["headroom"] > self.min_headroom or row["overflow_rate"] > self.max_clipped_rate
             if is_of_history:
@@ -283,7 +302,7 @@ class WrongScale(Rule):
             remedy = _RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE
             yield replace(finding, cure=_ROUND_BEFORE + remedy if is_rounded else remedy)
 
-        yield from self._unapplied(run, scaled_on_other_side(run, moved))
+        yield from self._unapplied(run, scaled_on_other_side(run, moved, self))
         yield from self._unused_range(run)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
@@ -331,7 +350,7 @@ class WrongScale(Rule):
     def _unapplied(self, run: Run, is_on_other_side: Callable[[Trace, dict[str, Any]], bool]) -> Iterable[Finding]:
         """Return the operands without a scale that the rest of the program contradicts."""
         found = traces(run, self._unit)
-        is_elsewhere = scaled_elsewhere(run, found)
+        is_elsewhere = scaled_elsewhere(run, found, self)
         for whole in found:
             if any(is_on_other_side(whole, row) for row in whole.rows):
                 continue
@@ -358,7 +377,7 @@ def _share(trace: Trace) -> float:
     return float(max(row["headroom"] for row in trace.rows))
 
 
-def _likely(cast: Cast | None, gain: float | None) -> str:
+def _likely(cast: Cast | None, gain: float | None, max_error: float) -> str:
     """Return what a factor says where it is that between the maxima of two formats of one mantissa; empty where it is not."""
     own = None if cast is None else FORMATS[cast.format]
     if own is None or gain is None:
@@ -367,16 +386,16 @@ def _likely(cast: Cast | None, gain: float | None) -> str:
         if other.bits != own.bits or other.mantissa_bits != own.mantissa_bits or other.is_unsigned_zero is own.is_unsigned_zero:
             continue
         ratio = own.max / other.max
-        if any(ratio != 1 and math.isclose(gain, value, rel_tol=0.01) for value in (ratio, 1 / ratio)):
+        if any(ratio != 1 and math.isclose(gain, value, rel_tol=max_error) for value in (ratio, 1 / ratio)):
             return (
                 f"; it is {max(own.max, other.max):g}/{min(own.max, other.max):g}, a scale made for the maximum of {other.name}"
             )
     return ""
 
 
-def _or_codes(cast: Cast | None, row: dict[str, Any]) -> str:
+def _or_codes(cast: Cast | None, row: dict[str, Any], limits: PairLimits) -> str:
     """Return which format's codes, read in the declared one, leave the same numbers; empty where none's do."""
-    names = [one.made.name for one in misreadings(row, cast, LIMITS)] if cast is not None else []
+    names = [one.made.name for one in misreadings(row, cast, limits)] if cast is not None else []
     return f", or its codes are of {names[0]} and read as {row['cast_name'].partition(' ')[0]}" if names else ""
 
 

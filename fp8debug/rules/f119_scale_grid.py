@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
+from fp8debug.rules.reading.bounds import HIGHEST_FLOOR_DB, OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.stored_scales import MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED, are_cut_off
-from fp8debug.rules.reading.traces import SCALE_COLUMNS, Trace, num_right, scaled_elsewhere, times, traces
-from fp8debug.rules.reading.weights import HAS_SHRUNK, LIMITS, are_scales_of_others, has_outgrown, starts_of
+from fp8debug.rules.reading.stored_scales import ScaleRange, are_cut_off
+from fp8debug.rules.reading.traces import (
+    SCALE_COLUMNS,
+    ElsewhereLimits,
+    JoinedLimits,
+    Trace,
+    num_right,
+    scaled_elsewhere,
+    times,
+    traces,
+)
+from fp8debug.rules.reading.weights import HAS_SHRUNK, WeightLimits, are_scales_of_others, has_outgrown, starts_of
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -28,12 +37,10 @@ _IS_FINE = (
     + " OR ".join(f"cast_name LIKE '% {n} %'" for n, sides in GRANULARITIES.items() if all(s and s <= _FINE for s in sides))
     + ")"
 )
-#: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
-_HIGHEST_FLOOR_DB = 24.61
 
 
 @dataclass(frozen=True)
-class ScaleGrid(Rule):
+class ScaleGrid(Rule, ElsewhereLimits, JoinedLimits):
     """Each block is multiplied by another block's scale_inv: the scale grid is misaligned, transposed or another tensor's.
 
     What it detects
@@ -60,7 +67,7 @@ class ScaleGrid(Rule):
         - margin_db 0.1: in blocks of 16 and 32 elements, whose scales lie swizzled for the tensor core, neighbours differ little:
           there any operand counts that lies this far below what its cast can do to a tensor (closed form, F128).
         - min_headroom 1.25: amax over what the scale holds; under current scaling 1, with a scale rounded down at most 1.143, in
-          E2M1 1.333. Scales that their format cuts off are F147 or F148.
+          E2M1 1.333, to which rounded_margin 1.02 is room. Scales that their format cuts off are F147 or F148.
         - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight that is
           too short, with its error across its FP8 values, is an older one of its own (F112).
         - min_elements 256: elements; a small tensor says little. No published basis.
@@ -69,13 +76,19 @@ class ScaleGrid(Rule):
           allows for orders in which large blocks get small scales.
         - max_resized 16: norm of the data over the tensor's, or its inverse, beyond which an order of the tensor's own scales
           does not explain them: it leaves the norm, but for blocks that differ in energy under like scales. No published basis.
+        - max_own_ratio 2: the same within which data are another tensor's of about this size. No published basis.
         - min_own_share 0.86, min_own_share_transformed 0.6: amax over the largest scale's range, as a share of headroom, from
           which on the scales are cut off and none is another block's, as in F147: 1 in closed form, but that scales are
           rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
         - min_coefficient 0.9, max_block_growth 4, max_flushed_rate 0.05, min_own_cosine 0.9: what parts other blocks' scales from
           an older weight that outgrew its scales, and from another weight's values at a start; F112 says where they come from.
-        - Where some of at most eight microbatches are another tensor's, the norm lies within 0.1 of the tensor's, as one of the
-          same module has about its size, and the cosine within a tenth of a microbatch of their share. No published basis.
+        - max_joined 8, max_joined_error 0.1: where some of at most so many microbatches are another tensor's, the norm lies
+          within the latter of the tensor's, as one of the same module has about its size, and the cosine within as much of a
+          microbatch of their share: unrelated tensors of e elements have a cosine of 1 / sqrt(e), so that shares of eight are
+          told from 6,400 elements on. No published basis.
+        - max_unit_gain 2, min_pair_cosine 0.999, max_pair_error 0.15, min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16,
+          min_result_cosine 0.9, min_compensated 4: by which a scale is applied outside the GEMM or on the other operand's side;
+          as in F113, which says where they come from.
     """
 
     code = "F119"
@@ -89,20 +102,22 @@ class ScaleGrid(Rule):
     max_cosine: float = 0.999
     min_elements: int = 256
     max_unrelated: float = 0.25
+    rounded_margin: float = 1.02
     max_resized: float = 16.0
-    min_coefficient: float = LIMITS.min_coefficient
-    max_block_growth: float = LIMITS.max_block_growth
-    max_flushed_rate: float = LIMITS.max_flushed_rate
-    min_own_cosine: float = LIMITS.min_own_cosine
-    min_own_share: float = MIN_OWN_SHARE
-    min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
+    max_own_ratio: float = 2.0
+    min_coefficient: float = WeightLimits.min_coefficient
+    max_block_growth: float = WeightLimits.max_block_growth
+    max_flushed_rate: float = WeightLimits.max_flushed_rate
+    min_own_cosine: float = WeightLimits.min_own_cosine
+    min_own_share: float = ScaleRange.min_own_share
+    min_own_share_transformed: float = ScaleRange.min_own_share_transformed
 
     @property
     def _look(self) -> Look:
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
-            f"(sqnr_db < {self.max_sqnr_db} OR {_IS_FINE} AND sqnr_db < {_HIGHEST_FLOOR_DB}) AND cosine < {self.max_cosine}",
+            f"(sqnr_db < {self.max_sqnr_db} OR {_IS_FINE} AND sqnr_db < {HIGHEST_FLOOR_DB}) AND cosine < {self.max_cosine}",
             f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
             f"NOT (tensor = 'weight' AND {has_outgrown(self.min_coefficient, self.max_block_growth, self.max_flushed_rate)})",
@@ -119,7 +134,7 @@ class ScaleGrid(Rule):
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%' AND tensor = 'weight'"),
-            f"sqnr_db < {_HIGHEST_FLOOR_DB} AND cosine < {self.max_cosine}",
+            f"sqnr_db < {HIGHEST_FLOOR_DB} AND cosine < {self.max_cosine}",
             f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
         ]
@@ -129,7 +144,7 @@ class ScaleGrid(Rule):
         """Return the operands under foreign scales."""
         told = set()
         found = traces(run, self._look)
-        is_elsewhere = scaled_elsewhere(run, found)
+        is_elsewhere = scaled_elsewhere(run, found, self)
         for whole in found:
             trace = whole.where(self._is_of_others(whole))
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
@@ -144,7 +159,7 @@ class ScaleGrid(Rule):
             told.add((trace.module, trace.gemm))
         weights = traces(run, self._of_weights)
         starts = starts_of(run) if weights else frozenset()
-        is_elsewhere = scaled_elsewhere(run, weights)
+        is_elsewhere = scaled_elsewhere(run, weights, self)
         for trace in weights:
             row = trace.rows[0]
             if (
@@ -182,15 +197,15 @@ class ScaleGrid(Rule):
         cosine, spread = row["cosine"] or 0.0, largest / smallest
         if not 1 / self.max_resized < row["norm_ratio"] < self.max_resized:
             return bool(cosine < self.max_unrelated * _kantorovich(spread if row["norm_ratio"] < 1 else spread**2))
-        if not 0.5 < row["norm_ratio"] < 2:
+        if not 1 / self.max_own_ratio < row["norm_ratio"] < self.max_own_ratio:
             return False
         is_unrelated = cosine < self.max_unrelated * _kantorovich(max(spread, row["headroom"]))
-        return is_unrelated or num_right(row) is not None
+        return is_unrelated or num_right(row, self) is not None
 
     def _rounded_headroom(self, trace: Trace) -> float:
         """Return how far a value may lie beyond its scale where that is rounded down."""
         fmt = None if trace.cast is None else FORMATS[trace.cast.format]
-        return self.min_headroom if fmt is None else max(self.min_headroom, 1.02 * 2.0 ** (fmt.emax + 1) / fmt.max)
+        return self.min_headroom if fmt is None else max(self.min_headroom, self.rounded_margin * 2.0 ** (fmt.emax + 1) / fmt.max)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to other signs, another format, and a weight that is another's or went stale before it outgrew its scales."""

@@ -14,10 +14,10 @@ from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, READ_AS_ANOTHER, READ_OR_SCALED, SCALED_FOR_ANOTHER, one_scale_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.misread import COLUMNS, DATA_FORMATS, LIMITS, Misreading, PairLimits, misreadings
+from fp8debug.rules.reading.misread import COLUMNS, DATA_FORMATS, Misreading, PairLimits, misreadings
 from fp8debug.rules.reading.nonfinite import POISONED, first_poison, poisoned_after
 from fp8debug.rules.reading.prefilter import has_cast
-from fp8debug.rules.reading.traces import RUNNING, Trace, scaled_elsewhere, times, traces
+from fp8debug.rules.reading.traces import RUNNING, ElsewhereLimits, Trace, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -41,7 +41,7 @@ _DECLARED = look([Keys(_IS_E5M2, gate="cast_name LIKE 'e5m2%'")], ["sqnr_db"])
 
 
 @dataclass(frozen=True)
-class WrongFormat(Rule):
+class WrongFormat(Rule, ElsewhereLimits, PairLimits):
     """An input or weight runs in E5M2 where E4M3 was meant, by its name or by its noise.
 
     What it detects
@@ -97,6 +97,9 @@ class WrongFormat(Rule):
           binade. The two kinds of E4M3 read as E5M2 differ by 4.
         - max_growth 16: of a delayed or static scale, the largest value over what the other format holds, or its inverse. No
           published basis: an amax that lags by 16 is F101's or F102's.
+        - max_unit_gain 2, min_pair_cosine 0.999, max_pair_error 0.15, min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16,
+          min_result_cosine 0.9, min_compensated 4: by which a scale is applied outside the GEMM or on the other operand's side,
+          and its operand is left out; as in F113, which says where they come from.
         - max_share 0.34, min_modules 3: of so many modules or more, those whose gradients differ from the others'. No published
           basis.
         - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
@@ -122,11 +125,6 @@ class WrongFormat(Rule):
     max_subnormal: float = 0.2
     min_elements: int = 1024
     min_steps: int = 2
-    max_ratio_error: float = LIMITS.ratio_error
-    max_misread_db: float = LIMITS.sqnr_db
-    min_misread_cosine: float = LIMITS.cosine
-    max_sums_ratio: float = LIMITS.sums_ratio
-    max_growth: float = LIMITS.growth
     max_share: float = 0.34
     min_modules: int = 3
     min_e4m3_db: float = 30.0
@@ -239,16 +237,13 @@ class WrongFormat(Rule):
 
     def _read_as_another(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose codes are of another format than the declared one."""
-        limits = PairLimits(
-            self.max_misread_db, self.max_ratio_error, self.min_misread_cosine, self.max_sums_ratio, self.max_growth
-        )
         found = traces(run, self._misread)
-        is_elsewhere = scaled_elsewhere(run, found)
+        is_elsewhere = scaled_elsewhere(run, found, self)
         for whole in found:
             cast = whole.cast
             if cast is None:
                 continue
-            known = [(row, misreadings(row, cast, limits)) for row in whole.rows if not is_elsewhere(whole, row)]
+            known = [(row, misreadings(row, cast, self)) for row in whole.rows if not is_elsewhere(whole, row)]
             known = [(row, by) for row, by in known if by]
             trace = replace(whole, rows=tuple(row for row, _ in known))
             common = [one for one in known[0][1] if all(one in by for _, by in known)] if known else []

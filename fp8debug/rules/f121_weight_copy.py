@@ -10,7 +10,7 @@ from fp8debug.rules.base import RULES, Finding, Severity
 from fp8debug.rules.reading.conditions import Look, look
 from fp8debug.rules.reading.prefilter import in_batches, source_of_ranks
 from fp8debug.rules.reading.traces import RUNNING, traces
-from fp8debug.rules.reading.weights import LIMITS, OffWeightRule, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import OffWeightRule, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -59,8 +59,12 @@ class WeightCopyDiffers(OffWeightRule):
           other places, and distance of the norm ratio from 1, as the message says; independent ones have 1 / sqrt(numel).
         - delayed_sqnr_db 23.5, delayed_cosine 0.998, min_coefficient 0.9, max_block_growth 4, max_noise_db 20,
           max_noise_share 0.25, max_noise_range_db 2, max_e5m2_error_db 0.6, max_e5m2_headroom 1.002,
-          max_flushed_rate 0.05, min_own_cosine 0.9: what parts a weight that is
+          max_flushed_rate 0.05, min_own_cosine 0.9, max_own_scale_sqnr_db 30, max_own_scale_cosine 0.9995,
+          max_own_headroom_error 0.002, max_headroom 1.25, min_elements 256, min_steps 2, warmup 8: what parts a weight that is
           not the own from other faults; as in F112, which says where they come from. Set them for both.
+        - max_unit_gain 2, min_pair_cosine 0.999, max_pair_error 0.15, min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16,
+          min_result_cosine 0.9, min_compensated 4: by which a scale is applied outside the GEMM or on the other operand's side;
+          as in F113, which says where they come from.
         - max_rank_ratio 2: squared error of the FP8 weight on one rank over that on another, both of the same weight. No
           published basis: replicas of a healthy weight are equal to rounding.
         - Seen in Megatron-LM #2272 and #6666, PaddleFleet #1523.
@@ -70,19 +74,15 @@ class WeightCopyDiffers(OffWeightRule):
     name = "weight-copy-differs"
     cure = "requantize from the master weight after each gather and load (check shard order); else BF16 for this module"
 
-    min_mixed_rows: float = LIMITS.min_mixed_rows
-    max_foreign_sqnr_db: float = LIMITS.max_foreign_sqnr_db
-    max_unrelated: float = LIMITS.max_unrelated
-    max_size_error: float = LIMITS.max_size_error
     max_rank_ratio: float = 2.0
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off."""
-        yield look_for_weights(self.limits)
+        yield look_for_weights(self)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another place."""
-        for weight in off_weights(run, self.limits):
+        for weight in off_weights(run, self):
             if weight.foreign:
                 row = weight.trace.rows[0]
                 which = (
@@ -100,7 +100,7 @@ class WeightCopyDiffers(OffWeightRule):
 
     def _between_ranks(self, run: Run) -> Iterable[Finding]:
         # The rank with the largest error shows what off_weights looks for, so that all ranks of its row were kept.
-        table = source_of_ranks(run, look_for_weights(self.limits))
+        table = source_of_ranks(run, look_for_weights(self))
         if table is None:
             return
         query = (

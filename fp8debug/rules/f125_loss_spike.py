@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.loss_spikes import SpikeDetector
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.losses import OTHER_LOSS, Nonfinite, first_nonfinite, has_other_loss, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
@@ -32,7 +32,7 @@ WEIGHT = "look at the optimizer step before: learning rate, gradient norm and cl
 
 
 @dataclass(frozen=True)
-class LossSpikeNotFp8(Rule):
+class LossSpikeNotFp8(Rule, CourseLimits):
     """The loss spikes or becomes NaN while no cast showed a fault before it: look at the data and the optimizer.
 
     What it detects
@@ -72,6 +72,29 @@ class LossSpikeNotFp8(Rule):
           with Gaussian noise of 5 to 40 %, it silences all; without it 6 to 9 have a spike (computed).
         - window 16: steps of which the noise is taken, and twice as many; the median is of its later half.
         - min_history 10: finite losses before the first that is judged.
+        - recent_steps 2, past_steps 16, min_past_steps 3: of a statistic that moved, the sampled steps up to the spike, and those
+          before them, at most and at least, that are its past. min_moved_log2 1, min_moved_db 3, min_moved_underflow 0.01,
+          min_moved_overflow 0.001, min_moved_gain 0.02: how far beyond the range of its past it lies: an amax in binades, SQNR in
+          dB, underflow, clipping and gain; numerics.md, 4 (warn). min_moved_noise 6: and from their median, in standard
+          deviations. No published basis for the others.
+        - What follows decides no finding, but the class of the run (docs/triage.md).
+        - level_steps 10, min_level_rise 0.15, min_level_noise 8, min_level_ratio 1.5: of a rise for good, losses of which a level
+          is the median, and rise of the last above the lowest: relative, in noise, and over the largest rise that came back.
+          No published basis: a new data mix moves a loss by some percent, a learning rate that comes in cycles moves it
+          every time. max_level_noise 3: noise down to which a rise is followed back; one Gaussian step in 740 is beyond.
+        - near_steps 5: sampled steps before the loss leaves its course within which a change or a warning may be the cause.
+          min_changed_share 0.5: of the modules whose casts change together before it is the run's configuration and not one
+          module's. min_lr_jump 4: factor by which a learning rate jumps up from one step to the next; a warm-up from zero
+          doubles at its second step. No published basis.
+        - at_once_steps 20, min_everywhere_share 0.5: of a divergence, steps from the first within which it is at once, and
+          share of the modules with a fault from which on it is everywhere. No published basis.
+        - max_fp8_noise 0.1, gradient_steps 4: FP8's share of the gradients' noise, at most, up to which BF16 would have left its
+          course too, and the sampled steps just before whose gradients count. No published basis.
+        - gap_steps 20, min_gap_errors 4, min_gap_share 0.01: of a baseline, common steps by whose median the losses are compared,
+          so that one batch does not decide, and the gap in standard errors and relative to the baseline's loss. No published
+          basis: a good FP8 run lies within 0.25 % of BF16's in DeepSeek-V3 (appendix B.1), and small runs are noisier.
+          apart_steps 3, min_apart_noise 8, min_apart_share 0.1: last steps that lie apart before half of these do, each by so
+          many standard deviations of the differences and this share of the loss. No published basis.
         - The first of the three classes that docs/triage.md explains, a loss spike that is or is not FP8's doing, is
           that of the NVIDIA talk which fp8debug follows; pytorch #150859 is such a spike, dion #24 such an update.
     """
@@ -84,21 +107,14 @@ class LossSpikeNotFp8(Rule):
     needs_fp8 = False
     is_harmful = False
 
-    min_noise: float = SpikeDetector.min_noise
-    min_rise: float = SpikeDetector.min_rise
-    min_ratio: float = SpikeDetector.min_ratio
-    window: int = SpikeDetector.window
-    memory: int = SpikeDetector.memory
-    min_history: int = SpikeDetector.min_history
-
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per spike; the first loss that is not finite ends the search."""
         steps, losses = read_losses(run)
         sampled = sampled_steps(run)
         sick = first_nonfinite(losses)
-        for spike in spikes(steps[:sick], losses[:sick], **self.thresholds):
+        for spike in spikes(steps[:sick], losses[:sick], self):
             message = f"the loss spikes at step {spike.step}: {spike.size}{_checked(sampled, spike.step)}"
-            moved = movements_before(run, spike.step)
+            moved = movements_before(run, spike.step, self)
             message += f"; {moved.words}" if moved.found or not moved.steps else ""
             message += f"; {OTHER_LOSS}" if has_other_loss(run) else ""
             found = self._finding(run, Severity.INFO, spike.step, message, spike.loss, spike.limit)

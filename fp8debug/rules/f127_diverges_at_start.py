@@ -66,8 +66,9 @@ class DivergesAtStart(Rule):
           max_noisy 2 times the first loss on it counts all the same. No published basis.
         - min_growth 2: growth of an amax that counts as moved. No published basis: in 12 runs with a learning rate that was
           too high all weights grew more than that by the second sampled step, in healthy ones none [measured].
-        - max_update_ratio 0.5: RMS of an update over that of its weight, or over half of 1 / sqrt(columns) where the weight is
-          smaller, as one that starts from 0 is. No published basis: at most 0.034 in 39 clean runs of twelve
+        - max_update_ratio 0.5: RMS of an update over that of its weight, or over ordinary_rms 0.5 times 1 / sqrt(columns), half
+          of an initial weight's, where it is smaller, as one that starts from 0 is. No published basis: at most 0.034 in 39 clean
+          runs of twelve
           architectures [measured, tests/bench/clean.py]; Adam at a learning rate of 0.02 without warm-up, which trains well,
           moves weights of RMS 0.07 by 0.28.
         - max_local 0.5: share of the modules below which another rule's finding is local, and the cause; that must have
@@ -98,11 +99,12 @@ class DivergesAtStart(Rule):
     max_update_ratio: float = 0.5
     max_adam: float = 2.0
     max_normalized: float = 10.0
+    ordinary_rms: float = 0.5
     max_local: float = 0.5
 
     @property
     def _update_limits(self) -> UpdateLimits:
-        return UpdateLimits(self.max_update_ratio, self.max_normalized, self.max_adam)
+        return UpdateLimits(self.max_update_ratio, self.max_normalized, self.max_adam, self.ordinary_rms)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the divergence, if there is one; else the updates that are out of size."""

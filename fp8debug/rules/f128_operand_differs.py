@@ -11,16 +11,26 @@ from fp8debug.formats import FORMATS
 from fp8debug.metrics import limits
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, most_underflow, tensor_floor_db
+from fp8debug.rules.reading.bounds import HIGHEST_FLOOR_DB, IS_BELOW_8_BITS, SCALES_ARE_ROUNDED, most_underflow, tensor_floor_db
 from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.histories import Operand, operands_of_history
-from fp8debug.rules.reading.traces import SCALE_COLUMNS, Trace, num_right, percent, scaled_elsewhere, times, traces
+from fp8debug.rules.reading.histories import HistoryLimits, Operand, operands_of_history
+from fp8debug.rules.reading.traces import (
+    SCALE_COLUMNS,
+    ElsewhereLimits,
+    JoinedLimits,
+    Trace,
+    num_right,
+    percent,
+    scaled_elsewhere,
+    times,
+    traces,
+)
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
-_HIGHEST_FLOOR_DB = 24.61
+#: Relative distance of a scale from that of an amax floor of which it is made: FP32's rounding, 6e-8, with a wide margin.
+_FLOOR_ROUNDING = 1e-3
 #: Half the distance of a format's two largest values: what rounding to nearest changes an element by, times scale_inv.
 _HALF_STEPS = {name: 2.0 ** (f.emax - f.mantissa_bits - 1) for name, f in FORMATS.items() if f.bits == 8 and not f.scale_only}
 #: Headroom below which a cast leaves nothing: half the smallest value of its format over the largest.
@@ -55,7 +65,7 @@ _OF_PARTS = (
 
 
 @dataclass(frozen=True)
-class OperandDiffers(Rule):
+class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     """The FP8 data of an operand are not the cast of its tensor, whatever the reason.
 
     What it detects
@@ -106,6 +116,8 @@ class OperandDiffers(Rule):
         - delayed_sqnr_db 23.5, delayed_steps 2, warmup 8: under delayed or static scaling, the SQNR below which it counts, the
           sampled steps that show it, and the first steps of a run, which do not count. A healthy weight that grows from
           zero has 24.3 dB at step 8 [measured].
+        - max_history_headroom 0.98, min_history_move 0.002, min_history_share 0.5: by which a scale is of a history, and judged
+          as under delayed scaling; as in F113, which says where they come from.
         - max_unmeasured_underflow 0.5: share of underflow that counts, for as long, where no error was recorded, as in an
           imported log; numerics.md, 4 acts above 5 %, and such a log may count values that were zero before the cast.
           At the last sampled step alone, after as many healthy ones, it is a warning: no later step tells whether it lasts.
@@ -124,6 +136,9 @@ class OperandDiffers(Rule):
         - max_unrelated 0.1: cosine of data and tensor below which no positive scale explains values beyond it, as the message
           says: values that all clip keep E|x| over the RMS, 0.8 of Gaussian data and 0.3 where a tenth of the elements has
           all of the energy (closed form). The same of a tensor of another size, beyond max_foreign_ratio.
+        - max_unit_gain 2, min_pair_cosine 0.999, max_pair_error 0.15, min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16,
+          min_result_cosine 0.9, min_compensated 4: by which a scale is applied outside the GEMM or on the other operand's side;
+          as in F113, which says where they come from.
         - What follows chooses among the causes in the message, and decides no finding.
         - min_zero_rate 0.9995: share of nonzero elements that are zero, from which on all are (as percentages are written).
         - max_inverse_headroom 0.125: 2^-3, share of the range below which the scale is another's. A scale of the data's own
@@ -145,6 +160,8 @@ class OperandDiffers(Rule):
         - min_single_error 0.5, min_single_peak 6: of such values, largest error of an element over the range of the largest
           scale, and over the RMS of all errors, from which on it is a few elements that are wrong: noise of every element
           has a peak of 5.3 in a million and 6 in 40 million (closed form, Gaussian). No published basis for 0.5.
+        - max_joined 8, max_joined_error 0.1: tensors that a row joins of which some are another's, and how near norm and cosine
+          lie to those of a share; as in F119, which says where they come from.
         - min_factor_cosine 0.999: cosine that rounding leaves, numerics.md, 4 (warn below 0.999).
         - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
     """
@@ -214,7 +231,7 @@ class OperandDiffers(Rule):
 
     @property
     def _look(self) -> Look:
-        return look([Condition("sqnr_db", "<", _HIGHEST_FLOOR_DB)], _COLUMNS)
+        return look([Condition("sqnr_db", "<", HIGHEST_FLOOR_DB)], _COLUMNS)
 
     def looks(self) -> Iterable[Look]:
         """Return the operands below the highest floor of any cast, and those that underflow where no error was recorded."""
@@ -254,8 +271,8 @@ class OperandDiffers(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
         found = traces(run, self._look)
-        is_elsewhere = scaled_elsewhere(run, found)
-        of_history = operands_of_history(run) if found else frozenset()
+        is_elsewhere = scaled_elsewhere(run, found, self)
+        of_history = operands_of_history(run, self) if found else frozenset()
         named: set[tuple[str, str, str]] = set()
         for whole in found:
             cast = whole.cast
@@ -408,7 +425,7 @@ class OperandDiffers(Rule):
         """Return whether every scale is that of an amax floor as stacks have it, above a tensor of next to nothing."""
         if trace.cast is None:
             return False
-        limit = self.max_amax_floor * (1 + 1e-3) / FORMATS[trace.cast.format].max
+        limit = self.max_amax_floor * (1 + _FLOOR_ROUNDING) / FORMATS[trace.cast.format].max
         return all(row["headroom"] is not None and row["headroom"] < 1 and row["scale_inv_max"] <= limit for row in trace.rows)
 
     def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
@@ -538,7 +555,7 @@ def _of_another(row: dict[str, Any], limits: OperandDiffers) -> str | None:
             f"{numbers}: neither the direction nor the size of the tensor: data and scale of another tensor (a buffer that"
             " something else wrote to, an older version)"
         )
-    if (right := num_right(row)) is not None:
+    if (right := num_right(row, limits)) is not None:
         return (
             f"{numbers} over {row['num_tensors']} tensors (microbatches, calls, ranks), as where {row['num_tensors'] - right} of"
             " them were read as another tensor or an older one (that of the call before, a buffer that was read too early); wrong"

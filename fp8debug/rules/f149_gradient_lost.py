@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
 from fp8debug.rules.reading.outside_scales import applied_outside
-from fp8debug.rules.reading.traces import percent
+from fp8debug.rules.reading.traces import ElsewhereLimits, percent
 from fp8debug.types import Gemm, not_observed, not_observed_code
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ class GradientLost(Rule):
         - gradient-without-optimizer: min_empty_steps sampled steps; the sums of the weight differ by 1e-9 of their size at most.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
+        - max_unit_gain 2: gain of codes over their tensor (or its inverse) beyond which a scale_inv of 1 is not the tensor's own,
+          so that wgrad's result is multiplied after its GEMM; as in F113.
         - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839, pytorch #180952 and
           #149205; ROCm/TransformerEngine #580.
     """
@@ -175,6 +177,7 @@ class GradientLost(Rule):
     max_zero_rate: float = 0.001
     min_joined_gain: float = 1.25
     min_size_ratio: float = 1000.0
+    max_unit_gain: float = ElsewhereLimits.max_unit_gain
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -192,7 +195,7 @@ class GradientLost(Rule):
         rows = [row for row in kept if row["passes2"] and math.isfinite(row["passes2"])]
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        outside = {row["module"] for row in applied_outside(run) if row["gemm"] == Gemm.WGRAD.value}
+        outside = {row["module"] for row in applied_outside(run, self.max_unit_gain) if row["gemm"] == Gemm.WGRAD.value}
         for row in rows:
             kind = self._kind(row)
             if kind is not None and not (kind == _UNEQUAL and row["module"] in outside):

@@ -17,6 +17,7 @@ import numpy as np
 
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.losses import departures
 from fp8debug.run.arms import Arm
 from fp8debug.trials.gap import (
@@ -145,7 +146,7 @@ def _courses(done: Sequence[Trial]) -> list[str]:
     for trial in done:
         if trial.problem is None and trial.arm in steps:
             numbers = range(trial.first_step, trial.first_step + len(trial.losses))
-            steps[trial.arm].append(next(iter(departures(numbers, trial.losses)), None))
+            steps[trial.arm].append(next(iter(departures(numbers, trial.losses, CourseLimits())), None))
     left = {arm: [step for step in found if step is not None] for arm, found in steps.items()}
     if not left["fp8"] or not steps["bf16"]:
         return []

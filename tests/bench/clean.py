@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import fp8debug
+from fp8debug.rules import RULES
 from fp8debug.rules.base import Severity
 from fp8debug.rules.reading.optimizer_steps import update_ratio
 from tests.bench.clean_programs.training import described, keys, losses_of, low_bit_keys
@@ -48,6 +49,7 @@ def judged(key: str, folder: Path, *, is_long: bool) -> dict[str, Any]:
     run = fp8debug.Run(path)
     found = fp8debug.triage(run)
     assert found.classification is not None
+    usual, query = RULES.get("F127").thresholds["ordinary_rms"], "SELECT * FROM updates WHERE num_sampled > 0"
     alarms = [f for f in found if f.severity > Severity.INFO]
     return {
         "key": key,
@@ -57,7 +59,7 @@ def judged(key: str, folder: Path, *, is_long: bool) -> dict[str, Any]:
         "what": found.classification["what"],
         "alarms": [[f.code, f.name, str(f.severity), f.module, f.gemm, f.tensor, list(f.steps), f.message] for f in alarms],
         "information": [f"{f.code} {f.name} {f.module}" for f in found if f.severity is Severity.INFO],
-        "update_ratio": max(map(update_ratio, run.sql("SELECT * FROM updates WHERE num_sampled > 0").to_pylist()), default=None),
+        "update_ratio": max((update_ratio(row, usual) for row in run.sql(query).to_pylist()), default=None),
         "seconds": round(time.perf_counter() - started, 1),
         "training": described(key, is_long=is_long),
     }

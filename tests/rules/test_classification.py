@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from fp8debug.rules import RULES, Findings, triage
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.losses import divergence, spikes
 from fp8debug.rules.reading.movements import movements_before
 from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, INPUT, NAN, share
 from tests.synthetic import MODULES, Override, Plan, build, steps_row
 
 Course = Callable[[int, random.Random], float]
-LIMITS: dict[str, Any] = RULES.get("F125").thresholds
+LIMITS = CourseLimits()
 
 
 def classified(path: Path, **plan: Any) -> dict[str, Any]:
@@ -148,9 +149,9 @@ def test_what_moves_after_the_loss_is_its_consequence(tmp_path: Path) -> None:
     gradients = Override(tensor="grad_output", steps=(50, 60), slots={"amax": 1.0})
     later = Override(gemm="fprop", steps=(60, None), slots={"amax": 900.0})
     run = build(tmp_path / "run", overrides=[gradients, later], with_results=False)
-    assert movements_before(run, 50).found == ()
-    assert len(movements_before(run, 51).found) == 2 * len(MODULES)
-    assert movements_before(run, 20).steps == (), "too little was sampled before"
+    assert movements_before(run, 50, LIMITS).found == ()
+    assert len(movements_before(run, 51, LIMITS).found) == 2 * len(MODULES)
+    assert movements_before(run, 20, LIMITS).steps == (), "too little was sampled before"
 
 
 def test_a_nan_has_an_origin(tmp_path: Path) -> None:
@@ -191,6 +192,18 @@ def test_a_jump_of_the_learning_rate_is_a_change(tmp_path: Path) -> None:
     for step in range(50, 100):
         steps.setdefault(step, {})["lr"] = 3e-2
     assert "the learning rate jumps from 0.0003 to 0.03 at step 50" in classified(tmp_path, steps=steps)["what"]
+
+
+def test_the_limits_of_the_classification_can_be_set(tmp_path: Path) -> None:
+    steps: dict[int, dict[str, float]] = {step: {"lr": 3e-2} for step in range(50, 100)}
+    for step in range(51, 100):
+        steps[step]["loss"] = 9.0 - 4 * 0.99 ** (step - 51)
+    run = build(tmp_path / "run", steps=steps, with_results=False)
+    for limits, is_told in (({}, True), ({"min_lr_jump": 1000.0}, False)):
+        found = triage(run, thresholds={"F125": limits}).classification
+        assert found is not None and ("the learning rate jumps" in str(found)) is is_told
+    found = triage(run, thresholds={"F125": {"min_level_rise": 100.0, "min_noise": 1e6}}).classification
+    assert found is not None and found["class"] == "loss-fine"
 
 
 def test_a_nan_between_two_sampled_steps_is_not_decided(tmp_path: Path) -> None:
@@ -240,8 +253,8 @@ def test_a_clean_loss_has_no_spike_and_does_not_diverge(kind: str) -> None:
     for seed in range(5):
         chance = random.Random(seed)
         losses = [CLEAN[kind](step, chance) for step in steps]
-        assert divergence(steps, losses) is None
-        alarms += len(list(spikes(steps, losses, **LIMITS)))
+        assert divergence(steps, losses, LIMITS) is None
+        alarms += len(list(spikes(steps, losses, LIMITS)))
     assert alarms <= (5 if "bad" in kind else 0), "the first bad batch of a run is a spike, its likes are not"
 
 
@@ -250,12 +263,12 @@ def test_a_spike_is_found_at_its_step(at: int) -> None:
     chance = random.Random(0)
     losses = [_fall(step) * (1 + 0.01 * chance.gauss(0, 1)) for step in range(600)]
     losses[at : at + 4] = [loss * factor for loss, factor in zip(losses[at : at + 4], (1.6, 1.4, 1.2, 1.1), strict=True)]
-    assert [spike.step for spike in spikes(range(600), losses, **LIMITS)] == [at]
+    assert [spike.step for spike in spikes(range(600), losses, LIMITS)] == [at]
 
 
 def test_a_rate_of_underflow_counts_as_movement(tmp_path: Path) -> None:
     sick = Override(**{**INPUT, "steps": (40, None)}, slots={"num_underflow": share(0.05)})
-    (moved,) = movements_before(build(tmp_path / "run", overrides=[sick], with_results=False), 45).found
+    (moved,) = movements_before(build(tmp_path / "run", overrides=[sick], with_results=False), 45, LIMITS).found
     assert (moved.module, moved.column, moved.step) == (CULPRIT, "underflow_nonzero_rate", 40)
 
 

@@ -16,7 +16,7 @@ from fp8debug.kernels import reference
 from fp8debug.metrics.base import Source, spread
 from fp8debug.recipes import Cast
 from fp8debug.rules import Severity, triage
-from fp8debug.rules.reading.misread import DATA_FORMATS, LIMITS, codes, misreadings
+from fp8debug.rules.reading.misread import DATA_FORMATS, PairLimits, codes, misreadings
 from fp8debug.types import Quantized
 from tests.rules.misread_codes import DOWN, PAIRS, as_codes_of, record
 
@@ -73,7 +73,7 @@ def test_every_pair_is_named_in_any_tensor(made: str, read: str, granularity: st
         x = tensor()
         q = as_codes_of(made, read, reference.quantize(x, replace(cast, format=made)))
         row = _row(x, cast, q)
-        found = misreadings(row, cast, LIMITS)
+        found = misreadings(row, cast, PairLimits())
         assert made in [one.made.name for one in found], (name, found)
         assert len(found) == 1 or cast.scale_rounding != "none", (name, found)
         assert row["sqnr_db"] < 10, name  # type: ignore[operator]
@@ -85,7 +85,7 @@ def test_a_sound_cast_reads_its_own_codes(name: str, granularity: str) -> None:
     cast = replace(CASTS[granularity], format=name)
     for tensor in TENSORS.values():
         x = tensor()
-        assert misreadings(_row(x, cast, reference.quantize(x, cast)), cast, LIMITS) == ()
+        assert misreadings(_row(x, cast, reference.quantize(x, cast)), cast, PairLimits()) == ()
 
 
 @pytest.mark.parametrize("granularity", CASTS)
@@ -99,7 +99,7 @@ def test_a_cast_that_clips_under_scales_of_another_format_is_no_misreading(made:
         scaled = x / spread(scales, *block_shape(cast.granularity, *x.shape), *x.shape)
         data = scaled.clamp(-limit, limit).to(getattr(torch, made_dtype(read)))
         row = _row(x, cast, Quantized(data, scales))
-        assert misreadings(row, cast, LIMITS) == (), name
+        assert misreadings(row, cast, PairLimits()) == (), name
 
 
 #: One granularity for each pair and operand: all three, and each pair at both operands.

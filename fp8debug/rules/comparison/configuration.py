@@ -9,23 +9,23 @@ from statistics import median
 from typing import Any
 
 from fp8debug.rules.reading.changes import in_force
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.losses import departures, read_losses
 from fp8debug.rules.reading.traces import has_fp8
 from fp8debug.store.read.run import Run
 
-#: Losses are compared by the median of as many common steps, so that one batch does not decide. No published basis.
-WINDOW = 20
-#: A gap is one beyond so many standard errors and this share of the baseline's loss. No published basis: the loss of a
-#: good FP8 run lies within 0.25 % of BF16's in DeepSeek-V3 (appendix B.1), and small runs are noisier.
-MIN_ERRORS, MIN_SHARE = 4.0, 0.01
-#: The end of a run lies apart from its baseline, before half a window does, when so many last steps each lie beyond so many
-#: standard deviations of the steps' differences and this share of the loss. No published basis.
-FEW, FAR_NOISE, FAR_SHARE = 3, 8.0, 0.1
+#: Of a Gaussian: its standard deviation over its median absolute deviation, and the standard error of a median over a mean's.
+_DEVIATIONS, _MEDIANS_ERROR = 1.4826, 1.2533
 _CAST_KEY = re.compile(r"(.+)\.(fprop|dgrad|wgrad)\.(\w+)")
 
 
-def compare(run: Run, baseline: Run) -> dict[str, Any]:
+def compare(run: Run, baseline: Run, limits: CourseLimits) -> dict[str, Any]:
     """Return the comparison as plain values, gaps and losses among them that are NaN or infinite.
+
+    Args:
+        run: the run.
+        baseline: another one.
+        limits: thresholds for a loss that leaves its course.
 
     Returns:
         ``run``: the baseline's name. ``steps``: the last common steps whose losses were compared, or None; from ``diverges_at``
@@ -40,8 +40,8 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
     """
     ours, theirs = _losses(run), _losses(baseline)
     common = sorted(ours.keys() & theirs.keys())
-    since = _diverges_at(common, ours, theirs)
-    last = [step for step in common[-WINDOW:] if since is None or step >= since]
+    since = _diverges_at(common, ours, theirs, limits)
+    last = [step for step in common[-limits.gap_steps :] if since is None or step >= since]
     loss, baseline_loss = _level(last, ours), _level(last, theirs)
     gap, error = _gap(last, ours, theirs)
     ours_in_force, theirs_in_force = configuration(run), configuration(baseline)
@@ -54,7 +54,7 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
         "loss_gap_error": error,
         "diverges_at": since,
         "has_fp8": has_fp8(baseline),
-        "baseline_leaves_at": departures(*read_losses(baseline)),
+        "baseline_leaves_at": departures(*read_losses(baseline), limits),
         "nonfinite_at": [next((s for s in sorted(of) if not math.isfinite(of[s])), None) for of in (theirs, ours)],
         "configuration": {
             key: [theirs_in_force.get(key), ours_in_force.get(key)]
@@ -64,19 +64,26 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
     }
 
 
-def gap_words(comparison: Mapping[str, Any], names: tuple[str, str] = ("the first run", "the second run")) -> str:
+def gap_words(
+    comparison: Mapping[str, Any],
+    names: tuple[str, str] = ("the first run", "the second run"),
+    limits: Mapping[str, float] | None = None,
+) -> str:
     """Return one line about the losses of a comparison, the baseline's first.
 
     Args:
         comparison: of :func:`compare`.
         names: of the baseline and of the run.
+        limits: thresholds of F125 that were in force; None for its own.
     """
     if not comparison["steps"]:
         return "no step has a loss in both runs"
     first, last = comparison["steps"]
     over = f"median of steps {first} to {last}" if first != last else f"step {last}"
     what = f"{over}: {loss_text(comparison['baseline_loss'])} -> {loss_text(comparison['loss'])}, {_gap_text(comparison)}"
-    since, noise = comparison["diverges_at"], f"the noise ({MIN_ERRORS:g} standard errors, or {MIN_SHARE:.0%} of the loss)"
+    errors = (limits or {}).get("min_gap_errors", CourseLimits.min_gap_errors)
+    share = (limits or {}).get("min_gap_share", CourseLimits.min_gap_share)
+    since, noise = comparison["diverges_at"], f"the noise ({errors:g} standard errors, or {share:.0%} of the loss)"
     if since is not None:
         what += f": beyond {noise} from step {since} on"
     elif comparison["loss_gap"] is not None:
@@ -141,16 +148,19 @@ def gap_of(differences: Sequence[float]) -> tuple[float | None, float | None]:
     if not differences:
         return None, None
     middle = median(differences)
-    spread = 1.4826 * median(abs(d - middle) for d in differences)
-    return middle, 1.2533 * spread / math.sqrt(len(differences))
+    spread = _DEVIATIONS * median(abs(d - middle) for d in differences)
+    return middle, _MEDIANS_ERROR * spread / math.sqrt(len(differences))
 
 
-def is_gap(gap: float | None, error: float | None, loss: float) -> bool:
+def _is_gap(gap: float | None, error: float | None, loss: float, limits: CourseLimits) -> bool:
     """Return whether a gap lies beyond the noise, in either direction."""
-    return gap is not None and error is not None and abs(gap) > max(MIN_ERRORS * error, MIN_SHARE * abs(loss))
+    least = limits.min_gap_share * abs(loss)
+    return gap is not None and error is not None and abs(gap) > max(limits.min_gap_errors * error, least)
 
 
-def _diverges_at(common: Sequence[int], ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+def _diverges_at(
+    common: Sequence[int], ours: Mapping[int, float], theirs: Mapping[int, float], limits: CourseLimits
+) -> int | None:
     """Return the first step from which on the losses lie apart until the end.
 
     Where both are NaN or Inf nothing can be compared: the steps before decide.
@@ -164,7 +174,7 @@ def _diverges_at(common: Sequence[int], ours: Mapping[int, float], theirs: Mappi
         infinite -= 1
     finite = [step for step in steps[:infinite] if math.isfinite(gaps[step])]
     known = {step: gaps[step] for step in finite}
-    since = _begin_of_gap(finite, known, theirs)
+    since = _begin_of_gap(finite, known, theirs, limits)
     if infinite == len(steps):
         return since
     # A gap that was there when the NaN came, in its direction, is part of the divergence.
@@ -172,56 +182,56 @@ def _diverges_at(common: Sequence[int], ours: Mapping[int, float], theirs: Mappi
     return since if is_one else steps[infinite]
 
 
-def _begin_of_gap(steps: Sequence[int], gaps: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+def _begin_of_gap(
+    steps: Sequence[int], gaps: Mapping[int, float], theirs: Mapping[int, float], limits: CourseLimits
+) -> int | None:
     """Return the first step from which on finite gaps lie beyond the noise until the end."""
     if not steps:
         return None
-    since = None
-    for start in range(len(steps) - min(WINDOW, len(steps)), -1, -1):
-        window = steps[start : start + WINDOW]
+    since, num = None, limits.gap_steps
+    for start in range(len(steps) - min(num, len(steps)), -1, -1):
+        window = steps[start : start + num]
         gap, error = gap_of([gaps[step] for step in window])
-        if not is_gap(gap, error, median(theirs[step] for step in window)):
+        if not _is_gap(gap, error, median(theirs[step] for step in window), limits):
             break
         since = start
     if since is None:
-        return _end_apart(steps, gaps, theirs)
-    return steps[_change(since, [gaps[step] for step in steps])]
+        return _end_apart(steps, gaps, theirs, limits)
+    return steps[_change(since, [gaps[step] for step in steps], num)]
 
 
-def _change(since: int, gaps: Sequence[float]) -> int:
-    """Return where gaps change, given the first window whose median lies beyond the noise.
+def _change(since: int, gaps: Sequence[float], num: int) -> int:
+    """Return where gaps change, given the first window of ``num`` steps whose median lies beyond the noise.
 
     Half of a window does for its median to move, so the window's first step lies up to half a window before the change. The place
     is the one that splits the gaps around it into two levels with the smallest sum of absolute deviations.
     """
-    first, end = max(0, since - WINDOW // 2), min(len(gaps), since + WINDOW + WINDOW // 2)
-    level = median(gaps[since : since + WINDOW])
+    first, end = max(0, since - num // 2), min(len(gaps), since + num + num // 2)
+    level = median(gaps[since : since + num])
 
     def deviation(place: int) -> float:
         before, after = gaps[first:place], gaps[place:end]
         return sum(abs(gap - median(part)) for part in (before, after) for gap in part)
 
     places = [
-        place
-        for place in range(max(first + 1, since), min(end, since + WINDOW))
-        if abs(median(gaps[first:place])) < abs(level) / 2
+        place for place in range(max(first + 1, since), min(end, since + num)) if abs(median(gaps[first:place])) < abs(level) / 2
     ]
     return min(places, key=deviation, default=since)
 
 
-def _end_apart(steps: Sequence[int], gaps: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+def _end_apart(steps: Sequence[int], gaps: Mapping[int, float], theirs: Mapping[int, float], limits: CourseLimits) -> int | None:
     """Return the first of the last steps that lie apart on the same side, each far beyond the noise, too few for a window."""
     middle, _ = gap_of([gaps[step] for step in steps])
     assert middle is not None
-    noise = 1.4826 * median(abs(gaps[step] - middle) for step in steps)
+    noise = _DEVIATIONS * median(abs(gaps[step] - middle) for step in steps)
     place, side = len(steps), gaps[steps[-1]] > middle
     while place:
         step = steps[place - 1]
-        far = abs(gaps[step] - middle) > max(FAR_NOISE * noise, FAR_SHARE * abs(theirs[step]))
+        far = abs(gaps[step] - middle) > max(limits.min_apart_noise * noise, limits.min_apart_share * abs(theirs[step]))
         if not far or (gaps[step] > middle) != side:
             break
         place -= 1
-    return steps[place] if FEW <= len(steps) - place < len(steps) else None
+    return steps[place] if limits.apart_steps <= len(steps) - place < len(steps) else None
 
 
 def _losses(run: Run) -> dict[int, float]:

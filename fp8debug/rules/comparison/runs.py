@@ -13,6 +13,7 @@ from typing import Any
 from fp8debug.errors import NoMatchError
 from fp8debug.rules.comparison.configuration import compare, gap_words, without_nonfinite
 from fp8debug.rules.comparison.sites import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.nonfinite import NonfiniteOrigin, first_poison
 from fp8debug.store.read.run import Run, parse_steps
 from fp8debug.types import match_fqn
@@ -122,7 +123,7 @@ def diff_runs(first: Run, second: Run, module: str = "*", steps: str | None = No
         NoMatchError: no module of either run matches the glob.
         UsageError: steps is no range.
     """
-    loss = compare(second, first)
+    loss = compare(second, first, CourseLimits())
     configuration = loss.pop("configuration")
     names = [{unwrapped(m["fqn"]): None for m in run.modules} for run in (first, second)]
     chosen = dict.fromkeys(match_fqn({**names[0], **names[1]}, module))

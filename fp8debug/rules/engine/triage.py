@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8debug.errors import RunError, UsageError
-from fp8debug.rules.base import Finding, Rule, Severity
-from fp8debug.rules.classification import classify, with_bf16, with_lost
+from fp8debug.rules.base import Finding, FollowingRule, Rule, Severity
+from fp8debug.rules.classification import classify, course_limits, with_bf16, with_lost
 from fp8debug.rules.comparison.configuration import compare
 from fp8debug.rules.engine.findings import Findings
 from fp8debug.rules.engine.selection import Thresholds, chosen, configured
@@ -62,7 +62,9 @@ def triage(
     if not callable(progress) and progress is not None:
         raise UsageError(f"progress is a function of (done, all, code), got {progress!r}")
     run = run if isinstance(run, Run) else open_runs([run] if isinstance(run, str | Path) else run)
-    comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
+    comparison = None
+    if baseline is not None:
+        comparison = compare(run, baseline if isinstance(baseline, Run) else Run(baseline), course_limits(rules))
     if run.problems and not run.num_rows:
         raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
     standing, reasons = judge(run, rules, progress)
@@ -75,7 +77,7 @@ def triage(
         steps=run.steps_range,
         skipped=skipped,
         baseline=comparison,
-        classification=with_bf16(run, classification, standing, comparison).to_dict(),
+        classification=with_bf16(run, classification, standing, rules, comparison).to_dict(),
         lost=[one.to_dict() for one in lost],
         not_watched=[one.to_dict() for one in unwatched(run)],
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
@@ -168,15 +170,11 @@ def _excess(finding: Finding) -> tuple[bool, float]:
     return finding.gemm == "fprop", abs(finding.value - finding.threshold)
 
 
-#: Sampled steps after the culprit's first within which a consequence shows. No published basis.
-NEAR = 2
-
-
 def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled: Sequence[int]) -> list[Finding]:
     """Return the findings with victims under their culprits.
 
-    A culprit is an error that no size of its input explains (a wrong factor, a NaN, a wrong format: a rule that does not
-    ``follow``), or an optimizer whose updates are as large as the weights. A finding of a rule that does (clipping,
+    A culprit is an error that no size of its input explains (a wrong factor, a NaN, a wrong format: no
+    :class:`FollowingRule`), or an optimizer whose updates are as large as the weights. A finding of a rule that does (clipping,
     underflow: too large or too small for its scale) is its victim when it begins with it or soon after, in a layer that ran
     after it; of such an optimizer, whenever it begins later. It stays in the list as information.
 
@@ -190,13 +188,14 @@ def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled
     told: dict[int, list[str]] = {}
     result = list(findings)
     for place, finding in enumerate(findings):
-        if not finding.module or not rules[finding.code].follows:
+        rule = rules[finding.code]
+        if not finding.module or not isinstance(rule, FollowingRule):
             continue
         if exploded is not None and finding.steps[0] >= exploded.steps[0]:
             words = f"{finding.message}; it follows {exploded.code} {exploded.name} and may be its consequence"
             result[place] = replace(finding, severity=Severity.INFO, message=words, parts=())
             continue
-        culprit = next((c for c in culprits if _may_cause(c, finding, sampled)), None)
+        culprit = next((c for c in culprits if _may_cause(c, finding, sampled, rule.follow_steps)), None)
         if culprit is not None:
             words = f"{finding.message}; it follows {culprit.code} at {culprit.module} and may be its consequence"
             result[place] = replace(finding, severity=Severity.INFO, message=words, parts=())
@@ -210,14 +209,14 @@ def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled
 
 
 def _is_culprit(rules: Mapping[str, Rule], finding: Finding) -> bool:
-    return rules[finding.code].is_harmful and not rules[finding.code].follows
+    return rules[finding.code].is_harmful and not isinstance(rules[finding.code], FollowingRule)
 
 
-def _may_cause(culprit: Finding, finding: Finding, sampled: Sequence[int]) -> bool:
+def _may_cause(culprit: Finding, finding: Finding, sampled: Sequence[int], follow_steps: int) -> bool:
     """Return whether a finding in another module begins after a culprit: in time, or in the same step by execution."""
     if culprit.module == finding.module or finding.steps[0] < culprit.steps[0]:
         return False
     soon = sum(culprit.steps[0] < step <= finding.steps[0] for step in sampled)
     if soon:
-        return soon <= NEAR
+        return soon <= follow_steps
     return culprit.order[2:] < finding.order[2:]

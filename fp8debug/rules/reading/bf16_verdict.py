@@ -19,18 +19,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import Finding, Severity
-from fp8debug.rules.reading.losses import LEVEL
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
 from fp8debug.rules.reading.traces import percent, sampled_steps
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
-
-#: FP8's share of the gradient's noise, at most, up to which BF16 would have seen the same. No published basis.
-MAX_SHARE = 0.1
-#: Sampled steps just before the loss left its course whose gradients and updates count.
-RECENT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +69,7 @@ class GradientNoise:
 
 
 def bf16_verdict(
-    run: Run, step: int, cause: str, findings: Sequence[Finding], comparison: Mapping[str, Any] | None = None
+    run: Run, step: int, cause: str, findings: Sequence[Finding], comparison: Mapping[str, Any] | None, limits: CourseLimits
 ) -> Bf16Verdict:
     """Return whether a training in BF16 would have left its course at that step too.
 
@@ -84,9 +79,10 @@ def bf16_verdict(
         cause: of the classification.
         findings: those that stand, the culprit first.
         comparison: with a baseline, if there is one.
+        limits: thresholds.
     """
     if comparison is not None and not comparison["has_fp8"]:
-        return _measured(comparison, step)
+        return _measured(comparison, step, limits)
     large = (f for f in findings if f.name == OUT_OF_SIZE and f.severity > Severity.INFO)
     exploded = next((f for f in large if f.steps[0] <= step), None)
     harmful = [f for f in findings if f.module and f.severity is Severity.ERROR and f.steps[0] <= step]
@@ -99,7 +95,7 @@ def bf16_verdict(
         )
     if harmful:
         return Bf16Verdict(verdict="undecided", why=f"{harmful[0].module} ({harmful[0].code} {harmful[0].name}) was at fault too")
-    noise = gradient_noise(run, step)
+    noise = gradient_noise(run, step, limits)
     if noise is None or noise.share is None:
         return Bf16Verdict(
             verdict="undecided",
@@ -109,14 +105,14 @@ def bf16_verdict(
         f"of the gradients' energy {percent(noise.batch)} is noise of the batch and at most {percent(noise.fp8 or 0.0)} noise"
         f" of FP8, and updates are {noise.update_ratio:.2g} of their weights (steps {noise.steps[0]} to {noise.steps[-1]})"
     )
-    if noise.share <= MAX_SHARE and not movements_before(run, step).found:
+    if noise.share <= limits.max_fp8_noise and not movements_before(run, step, limits).found:
         return Bf16Verdict(verdict="likely", why=sizes)
     return Bf16Verdict(verdict="undecided", why=f"{sizes}; fp8debug verify trains both")
 
 
-def gradient_noise(run: Run, step: int) -> GradientNoise | None:
+def gradient_noise(run: Run, step: int, limits: CourseLimits) -> GradientNoise | None:
     """Return the noise of the gradients at the sampled steps just before a step; None where Adam's moments were not recorded."""
-    until = [s for s in sampled_steps(run) if 0 < s < step][-RECENT:]
+    until = [s for s in sampled_steps(run) if 0 < s < step][-limits.gradient_steps :]
     if not until:
         return None
     where = f"step BETWEEN {until[0]} AND {until[-1]}"
@@ -167,11 +163,11 @@ def _fp8_noise(run: Run, where: str) -> float | None:
     return min(1.0, max(own) + sum(energy for tensor, energy in energies if tensor != "grad_weight"))
 
 
-def _measured(comparison: Mapping[str, Any], step: int) -> Bf16Verdict:
+def _measured(comparison: Mapping[str, Any], step: int, limits: CourseLimits) -> Bf16Verdict:
     """Return what a baseline in BF16 shows."""
     name, last = f"the loss of {comparison['run']}, which has no FP8,", comparison["steps"]
     leaves = min(comparison["baseline_leaves_at"], key=lambda other: abs(other - step), default=None)
-    if leaves is not None and abs(leaves - step) <= LEVEL:
+    if leaves is not None and abs(leaves - step) <= limits.level_steps:
         return Bf16Verdict(verdict="yes", why=f"{name} leaves its course at step {leaves}")
     if leaves is not None:
         return Bf16Verdict(verdict="undecided", why=f"{name} leaves its course at another step, {leaves}")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Bits of a sum that Hopper's FP8 tensor cores keep (DeepSeek-V3, section 3.3.2), the shortest accumulator in use.
 ACCUMULATOR_BITS = 14
+#: The highest floor of any cast, rounded upwards: 20 log10(17), E4M3 with 3 mantissa bits.
+HIGHEST_FLOOR_DB = 24.61
 
 
 #: Names of F120's findings of codes that are read in a format other than their own, of those that a factor of two explains as

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.store.configuration import differences
 from fp8debug.store.read.resumed import JoinedRun
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Share of the modules whose casts change together before it is the run's configuration and not one module's.
-MIN_SHARE = 0.5
 #: Kinds of events that tell of a change.
 EVENTS = ("recipe", "resume")
-#: Factor by which a learning rate jumps up from one step to the next; a warm-up from zero doubles at its second step.
-MIN_JUMP = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +35,14 @@ class Change:
     is_learning_rate: bool = False
 
 
-def changes_of(run: Run) -> list[Change]:
+def changes_of(run: Run, limits: CourseLimits) -> list[Change]:
     """Return the changes in order of their steps."""
     kinds = ", ".join(f"'{kind}'" for kind in EVENTS)
     query = f"SELECT DISTINCT step, module, message FROM events WHERE kind IN ({kinds}) AND step IS NOT NULL"
     rows = run.sql(f"{query} ORDER BY step, module, length(message), message").to_pylist()  # what names most comes last
     found = [Change(step=r["step"], what=r["message"], module=r["module"]) for r in rows]
-    return sorted(
-        [*found, *_parts(run), *_casts(run), *_learning_rate(run)], key=lambda change: (change.step, change.module or "")
-    )
+    found += [*_parts(run), *_casts(run, limits), *_learning_rate(run, limits)]
+    return sorted(found, key=lambda change: (change.step, change.module or ""))
 
 
 def in_force(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def _parts(run: Run) -> list[Change]:
     return found
 
 
-def _casts(run: Run) -> list[Change]:
+def _casts(run: Run, limits: CourseLimits) -> list[Change]:
     query = (
         "SELECT module, gemm, tensor, cast_name, min(step) AS step, min(call_index) AS place FROM raw"
         " WHERE actual AND reference = 'operand' GROUP BY module, gemm, tensor, cast_name ORDER BY step, place, module, gemm"
@@ -89,7 +85,7 @@ def _casts(run: Run) -> list[Change]:
         running[site] = row["cast_name"]
     found = []
     for step, whats in changed.items():
-        if len(whats) >= MIN_SHARE * len(modules) and len(modules) > 1:
+        if len(whats) >= limits.min_changed_share * len(modules) and len(modules) > 1:
             module, what = next(iter(whats.items()))
             found.append(
                 Change(step=step, what=f"the casts of {len(whats)} of {len(modules)} modules change, first {module}: {what}")
@@ -99,10 +95,10 @@ def _casts(run: Run) -> list[Change]:
     return found
 
 
-def _learning_rate(run: Run) -> list[Change]:
+def _learning_rate(run: Run, limits: CourseLimits) -> list[Change]:
     rows = run.sql("SELECT step, lr FROM steps WHERE lr > 0 ORDER BY step").to_pylist()
     return [
         Change(step=b["step"], what=f"the learning rate jumps from {a['lr']:.3g} to {b['lr']:.3g}", is_learning_rate=True)
         for a, b in pairwise(rows)
-        if b["lr"] >= MIN_JUMP * a["lr"] and b["step"] > rows[0]["step"] + 1
+        if b["lr"] >= limits.min_lr_jump * a["lr"] and b["step"] > rows[0]["step"] + 1
     ]

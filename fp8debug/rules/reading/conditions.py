@@ -31,6 +31,8 @@ FP8_PRODUCTS = (
 )
 #: All blocks have one scale_inv, to the rounding of FP32.
 ONE_SCALE = "scale_inv_max <= scale_inv_min * (1 + 1e-6)"
+#: The largest scale_inv is a power of two: its logarithm is whole, to the rounding of FP32 (1e-7), with a wide margin.
+IS_POWER_OF_TWO = "abs(log2(scale_inv_max) - round(log2(scale_inv_max))) <= 1e-5"
 #: The format's name is the first word of a cast's name, the scaling its third.
 IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"
 #: Counts that are zero in nearly all rows of a healthy run: by them whole row groups are skipped.

@@ -28,12 +28,31 @@ from fp8debug.rules.reading.traces import IS_DELAYED, Trace, percent, sampled_st
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Points that make a trend, at least and at most (the last ones count).
-MIN_POINTS, MAX_POINTS = 8, 60
-#: Mann-Kendall z from which a trend is one: 1 of 740 steady series has it by chance.
-MIN_Z = 3.0
-#: Of a normal distribution, for 95 %.
+#: Of a normal distribution, for 95 %: its quantile of 0.975.
 _Z95 = 1.96
+#: The fewest points of which each half has a slope: two points have one.
+_FEWEST = 4
+
+
+@dataclass(frozen=True)
+class ForecastLimits:
+    """Thresholds of rules for a forecast; the manual page of F101 says where each comes from.
+
+    Attributes:
+        horizon: how far it looks ahead, as a share of the steps that the trend was seen for; 0 for none.
+        min_points: points that make a trend, at least.
+        max_points: the same, at most; the last ones count.
+        min_z: Mann-Kendall z from which a trend is one.
+        min_later_slope: slope of the later half over that of the whole.
+        trend_warmup: first steps of a run, in which everything moves.
+    """
+
+    horizon: float = 1.0
+    min_points: int = 8
+    max_points: int = 60
+    min_z: float = 3.0
+    min_later_slope: float = 0.5
+    trend_warmup: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +108,15 @@ class Forecast:
         return f"in about {self.steps:.0f} steps (95 % interval {self.soonest:.0f} to {self.latest:.0f}), near step {step}"
 
 
-def rising(steps: Sequence[int], values: Sequence[float]) -> Trend | None:
+def rising(steps: Sequence[int], values: Sequence[float], limits: ForecastLimits) -> Trend | None:
     """Return the trend of values that rise steadily and still do in their later half; None where they do not."""
-    steps, values = steps[-MAX_POINTS:], values[-MAX_POINTS:]
+    steps, values = steps[-limits.max_points :], values[-limits.max_points :]
     quarter = len(values) // 4
-    if len(values) < MIN_POINTS or median(values[-quarter:]) <= median(values[:quarter]):
+    if len(values) < max(limits.min_points, _FEWEST) or median(values[-quarter:]) <= median(values[:quarter]):
         return None
     whole, later = _line(steps, values), _line(steps[len(steps) // 2 :], values[len(values) // 2 :])
     slope, low, high, z = whole
-    if z < MIN_Z or low <= 0 or later[0] < slope / 2:
+    if z < limits.min_z or low <= 0 or later[0] < limits.min_later_slope * slope:
         return None
     level = median(value + slope * (steps[-1] - step) for step, value in zip(steps, values, strict=True))
     return Trend(slope=slope, low=low, high=high, level=level, first=steps[0], last=steps[-1])
@@ -115,25 +134,21 @@ def _line(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float, 
     return median(slopes), low, high, (signs - (signs > 0) + (signs < 0)) / deviation
 
 
-#: First steps of a run, in which everything moves.
-WARMUP = 8
-
-
-def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterator[Finding]:
+def clipping_ahead(rule: Rule, run: Run, limit: float, limits: ForecastLimits) -> Iterator[Finding]:
     """Yield the operands whose headroom will exceed ``limit``.
 
     A static scale stands still while its tensor grows. A delayed one follows, and lies behind by what the tensor grows
     within a step: it has a trend only while its headroom stays above 1.
     """
-    if horizon <= 0 or not has_cast(run, IS_DELAYED):
+    if limits.horizon <= 0 or not has_cast(run, IS_DELAYED):
         return
-    for trace in traces(run, look([f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}"], ["headroom"])):
-        rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP]
+    for trace in traces(run, look([f"{IS_DELAYED} AND headroom > 0 AND {_recent(run, limits)}"], ["headroom"])):
+        rows = [row for row in trace.rows if row["step"] >= trace.start + limits.trend_warmup]
         steps, values = [row["step"] for row in rows], [math.log2(row["headroom"]) for row in rows]
         is_static = trace.cast is not None and trace.cast.scaling == "static"
         if not is_static and any(value <= 0 for value in values[len(values) // 2 :]):
             continue
-        forecast = _ahead(rising(steps, values), math.log2(limit), horizon)
+        forecast = _ahead(rising(steps, values, limits), math.log2(limit), limits.horizon)
         if forecast is not None:
             message = (
                 f"the {trace.gemm} {trace.tensor} grows towards the end of its scale: headroom"
@@ -144,28 +159,35 @@ def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterat
 
 
 def underflow_ahead(
-    rule: Rule, run: Run, rate: float, spread_log2: float, spread_of: Callable[[dict[str, Any]], float | None], horizon: float
+    rule: Rule,
+    run: Run,
+    rate: float,
+    spread_log2: float,
+    spread_of: Callable[[dict[str, Any]], float | None],
+    limits: ForecastLimits,
 ) -> Iterator[Finding]:
     """Yield the inputs under one scale for the tensor of which the share ``rate`` will underflow, as their amax runs away.
 
     The distance is the number of binades from the smallest value that survives to the quantile ``rate`` of the nonzero
     elements. It must shrink while the amax moves away from the median, to ``spread_log2`` binades by then.
     """
-    if horizon <= 0 or not run.has("log2_hist") or not has_cast(run, "cast_name LIKE '% tensorwise %'"):
+    if limits.horizon <= 0 or not run.has("log2_hist") or not has_cast(run, "cast_name LIKE '% tensorwise %'"):
         return
     where = "gemm = 'fprop' AND tensor = 'input' AND cast_name LIKE '% tensorwise %' AND log2_hist IS NOT NULL"
-    where += f" AND {_recent(run)}"
+    where += f" AND {_recent(run, limits)}"
     for trace in traces(run, look([where], ["amax", "scale_inv_max", "log2_hist"])):
         cast = trace.cast
-        rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP and row["amax"] and row["scale_inv_max"]]
+        rows = [
+            row for row in trace.rows if row["step"] >= trace.start + limits.trend_warmup and row["amax"] and row["scale_inv_max"]
+        ]
         if cast is None or not rows:
             continue
         smallest = math.log2(FORMATS[cast.format].min_subnormal / 2)
         steps = [row["step"] for row in rows]
         left = [quantile_log2(row["log2_hist"], rate) - smallest - math.log2(row["scale_inv_max"]) for row in rows]
         spreads = [spread_of(row) or 0.0 for row in rows]
-        forecast = _ahead(rising(steps, [-value for value in left]), 0.0, horizon)
-        away = rising(steps, spreads)
+        forecast = _ahead(rising(steps, [-value for value in left], limits), 0.0, limits.horizon)
+        away = rising(steps, spreads, limits)
         if forecast is None or away is None or away.level + away.slope * forecast.steps < spread_log2:
             continue
         message = (
@@ -186,9 +208,9 @@ def quantile_log2(histogram: Sequence[int], share: float) -> float:
     return float(FIRST_LOG2 + len(histogram))
 
 
-def _recent(run: Run) -> str:
+def _recent(run: Run, limits: ForecastLimits) -> str:
     """Return the condition of the sampled steps that a trend looks at."""
-    return f"step >= {min(sampled_steps(run)[-MAX_POINTS:], default=0)}"
+    return f"step >= {min(sampled_steps(run)[-limits.max_points :], default=0)}"
 
 
 def _ahead(trend: Trend | None, limit: float, horizon: float) -> Forecast | None:

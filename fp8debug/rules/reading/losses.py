@@ -12,23 +12,18 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fp8debug.loss_spikes import SpikeDetector, noise_of
+from fp8debug.loss_spikes import noise_of
 from fp8debug.rules.base import round_stable
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.store.schema import OTHER_LOSS_CODE
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Steps of a level, and how far above the best one the last must lie to be a divergence: relative, in noise, and relative
-#: to the largest rise that came back. No published basis: a new data mix moves a loss by some percent, a learning rate
-#: that comes in cycles moves it every time.
-LEVEL, MIN_RISE, MIN_NOISE, MIN_RATIO = 10, 0.15, 8.0, 1.5
 #: Of the loss of a model that trains against another one.
 OTHER_LOSS = (
     "another model of this process trains by a loss of its own, as a critic or a discriminator does, so this one need not fall"
 )
-#: Standard deviations of the noise above the lowest level to which a rise is followed back: one Gaussian step in 740 is beyond.
-IN_NOISE = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,46 +154,47 @@ def nonfinite(steps: Sequence[int], losses: Sequence[float]) -> Nonfinite | None
     )
 
 
-def spikes(steps: Sequence[int], losses: Sequence[float], **thresholds: float) -> Iterator[Spike]:
+def spikes(steps: Sequence[int], losses: Sequence[float], limits: CourseLimits) -> Iterator[Spike]:
     """Yield the spikes of finite losses.
 
     Args:
         steps: the steps.
         losses: their losses, all finite.
-        thresholds: those of :class:`~fp8debug.loss_spikes.SpikeDetector`.
+        limits: thresholds.
     """
-    detector = SpikeDetector(**thresholds)  # type: ignore[arg-type]  # whole numbers among them
+    detector = limits.spike_detector
     for step, loss in zip(steps, losses, strict=True):
         found = detector.see(loss)
         if found is not None:
             yield Spike(step=step, loss=loss, usual=found.usual, noise=found.noise, limit=found.limit)
 
 
-def departures(steps: Sequence[int], losses: Sequence[float]) -> list[int]:
+def departures(steps: Sequence[int], losses: Sequence[float], limits: CourseLimits) -> list[int]:
     """Return the steps at which losses leave their course: spikes, a rise for good, the first that is NaN or Inf."""
     sick = first_nonfinite(losses)
-    found = [spike.step for spike in spikes(steps[:sick], losses[:sick])]
-    rise = divergence(steps[:sick], losses[:sick])
+    found = [spike.step for spike in spikes(steps[:sick], losses[:sick], limits)]
+    rise = divergence(steps[:sick], losses[:sick], limits)
     return sorted({*found, *([rise.step] if rise else []), *([steps[sick]] if sick is not None else [])})
 
 
-def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | None:
-    """Return where finite losses rose for good, by the median of ``LEVEL`` steps; None where they did not."""
-    if len(losses) < 2 * LEVEL:
+def divergence(steps: Sequence[int], losses: Sequence[float], limits: CourseLimits) -> Divergence | None:
+    """Return where finite losses rose for good, by the median of ``level_steps`` losses; None where they did not."""
+    num = limits.level_steps
+    if len(losses) < 2 * num:
         return None
-    levels = [median(losses[place : place + LEVEL]) for place in range(len(losses) - LEVEL + 1)]
+    levels = [median(losses[place : place + num]) for place in range(len(losses) - num + 1)]
     best = min(range(len(levels)), key=levels.__getitem__)
-    noise = noise_of(losses[max(0, best - 2 * LEVEL) : best + LEVEL])
-    least = max(MIN_RISE * abs(levels[best]), MIN_NOISE * noise)
+    noise = noise_of(losses[max(0, best - 2 * num) : best + num])
+    least = max(limits.min_level_rise * abs(levels[best]), limits.min_level_noise * noise)
     above = len(levels)
     while above > best and levels[above - 1] > levels[best] + least:
         above -= 1
-    if len(levels) - above < LEVEL:
+    if len(levels) - above < num:
         return None
     start = next(place for place in range(above, len(losses)) if losses[place] > levels[best] + least)
-    while start > best and losses[start - 1] > levels[best] + IN_NOISE * noise:
+    while start > best and losses[start - 1] > levels[best] + limits.max_level_noise * noise:
         start -= 1
-    if levels[-1] - levels[best] < MIN_RATIO * _largest_rise(levels[: max(best + 1, start - LEVEL)]):
+    if levels[-1] - levels[best] < limits.min_level_ratio * _largest_rise(levels[: max(best + 1, start - num)]):
         return None
     return Divergence(step=steps[start], best=levels[best], last=levels[-1])
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,25 +39,23 @@ _POINTS = 16
 _SAME = 1e-6
 
 
-class PairLimits(NamedTuple):
-    """Thresholds of F120 for codes in another format; its manual page says where each comes from.
+@dataclass(frozen=True)
+class PairLimits:
+    """Thresholds of rules for codes in another format; the manual page of F120 says where each comes from.
 
     Attributes:
-        sqnr_db: SQNR above which nothing is misread.
-        ratio_error: relative, of the largest value over a format's largest.
-        cosine: least cosine across the splits.
-        sums_ratio: of the gain to what a histogram predicts, or its inverse.
-        growth: headroom of a delayed scale, or its inverse.
+        max_ratio_error: relative, of the largest value over a format's largest.
+        max_misread_db: SQNR above which nothing is misread.
+        min_misread_cosine: least cosine across the splits.
+        max_sums_ratio: of the gain to what a histogram predicts, or its inverse.
+        max_growth: headroom of a delayed scale, or its inverse.
     """
 
-    sqnr_db: float
-    ratio_error: float
-    cosine: float
-    sums_ratio: float
-    growth: float
-
-
-LIMITS = PairLimits(sqnr_db=10.0, ratio_error=0.002, cosine=0.1, sums_ratio=2.0, growth=16.0)
+    max_ratio_error: float = 0.002
+    max_misread_db: float = 10.0
+    min_misread_cosine: float = 0.1
+    max_sums_ratio: float = 2.0
+    max_growth: float = 16.0
 
 
 class Misreading(NamedTuple):
@@ -80,7 +79,7 @@ def misreadings(row: Mapping[str, Any], cast: Cast, limits: PairLimits) -> tuple
         limits: thresholds.
     """
     read = FORMATS[cast.format]
-    is_far = row["sqnr_db"] is not None and row["sqnr_db"] < limits.sqnr_db
+    is_far = row["sqnr_db"] is not None and row["sqnr_db"] < limits.max_misread_db
     if (
         not is_far
         or read not in DATA_FORMATS
@@ -128,13 +127,13 @@ def _has_place(
     if cast.scaling != "current":
         if not has_one_scale:
             return False
-        least, most = 1 / limits.growth, limits.growth
+        least, most = 1 / limits.max_growth, limits.max_growth
     elif cast.scale_rounding != "none":
         least = SMALLEST_AMAX.get(cast.scale_rounding, 0.5)
         most = 2.0 ** (made.emax + 1) / made.max if cast.scale_rounding in ("pow2_floor", "pow2_even") else 1.0
     own = row["amax"] / row["scale_inv_max"]
     places = [value / made.max for value in (row["headroom"] * read.max, own)]
-    return all(least * (1 - limits.ratio_error) <= place <= most * (1 + limits.ratio_error) for place in places)
+    return all(least * (1 - limits.max_ratio_error) <= place <= most * (1 + limits.max_ratio_error) for place in places)
 
 
 def _has_ends(row: Mapping[str, Any], made: Format, read: Format, limits: PairLimits) -> bool:
@@ -151,7 +150,7 @@ def _has_ends(row: Mapping[str, Any], made: Format, read: Format, limits: PairLi
         return False
     if num_clipped and read.max not in below:
         return False
-    is_beyond = row["headroom"] > 1 + limits.ratio_error
+    is_beyond = row["headroom"] > 1 + limits.max_ratio_error
     if is_beyond and top == read.max and not num_clipped:
         return False
     # A cast that clips does so to all that lie beyond the largest value, whatever their block's scale, and makes no NaN.
@@ -171,7 +170,7 @@ def _has_size(row: Mapping[str, Any], made: Format, read: Format, limits: PairLi
     if made.mantissa_bits == read.mantissa_bits:
         factor = 2.0 ** (made.bias - read.bias)
         return bool(abs(gain / factor - 1) <= error and cosine >= math.sqrt(1 - error**2))
-    return cosine >= limits.cosine and (gain > 1) is (made.mantissa_bits > read.mantissa_bits)
+    return cosine >= limits.min_misread_cosine and (gain > 1) is (made.mantissa_bits > read.mantissa_bits)
 
 
 def _has_sums(row: Mapping[str, Any], made: Format, read: Format, limits: PairLimits) -> bool:
@@ -185,7 +184,7 @@ def _has_sums(row: Mapping[str, Any], made: Format, read: Format, limits: PairLi
     highest = max((place for place, count in enumerate(histogram) if count), default=0)
     most = [_gain_of(histogram[: highest + 1], row, made, read), _gain_of(histogram[:highest], row, made, read)]
     expected = [gain for gain in most if gain]
-    return not expected or min(expected) / limits.sums_ratio <= row["gain"] <= max(expected) * limits.sums_ratio
+    return not expected or min(expected) / limits.max_sums_ratio <= row["gain"] <= max(expected) * limits.max_sums_ratio
 
 
 def _gain_of(histogram: Sequence[int], row: Mapping[str, Any], made: Format, read: Format) -> float:

@@ -12,18 +12,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.traces import sampled_steps
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Sampled steps that count as "just before", as the past, and the fewest that make a past.
-RECENT, PAST, MIN_PAST = 2, 16, 3
-#: Column -> how far outside the range of its past it must lie. No published basis: a binade of amax, 3 dB of SQNR and
-#: the warning limits of numerics.md, 4.
-FLOORS = {"amax": 1.0, "sqnr_db": 3.0, "underflow_nonzero_rate": 0.01, "overflow_rate": 0.001, "gain": 0.02}
-#: And in standard deviations of that past, by its median absolute deviation.
-MIN_NOISE = 6.0
+#: Standard deviation of a Gaussian over its median absolute deviation, the inverse of its quantile of 0.75.
+_DEVIATIONS = 1.4826
 WORDS = {"underflow_nonzero_rate": "underflow", "overflow_rate": "clipping", "sqnr_db": "SQNR"}
 
 
@@ -61,16 +57,18 @@ class Movements:
     Attributes:
         steps: the sampled steps just before, the last one included; empty where there was no past to compare with.
         found: what moved, in order of step and execution.
+        num_needed: sampled steps without which there is no past.
     """
 
     steps: tuple[int, ...]
     found: tuple[Movement, ...]
+    num_needed: int
 
     @property
     def words(self) -> str:
         """One clause for people."""
         if not self.steps:
-            return f"fewer than {MIN_PAST + 1} steps were sampled by then, so what moved before it was not recorded"
+            return f"fewer than {self.num_needed} steps were sampled by then, so what moved before it was not recorded"
         at = " and ".join(map(str, self.steps))
         if not self.found:
             return f"nothing moved before it: no cast's statistics left their past at the sampled steps {at}"
@@ -79,19 +77,20 @@ class Movements:
         return f"before it moved: {shown}"
 
 
-def movements_before(run: Run, step: int) -> Movements:
+def movements_before(run: Run, step: int, limits: CourseLimits) -> Movements:
     """Return what of the operands of running casts moved up to the forward pass of a step."""
-    return run.memo(f"movements {step}", lambda: _movements_before(run, step))
+    return run.memo(f"movements {step} {limits}", lambda: _movements_before(run, step, limits))
 
 
-def _movements_before(run: Run, step: int) -> Movements:
+def _movements_before(run: Run, step: int, limits: CourseLimits) -> Movements:
+    num_recent, num_past, least = limits.recent_steps, limits.past_steps, limits.min_past_steps
     sampled = [s for s in sampled_steps(run) if s <= step]
-    recent, past = sampled[-RECENT:], sampled[-RECENT - PAST : -RECENT]
-    if len(past) < MIN_PAST:
-        recent, past = sampled[-1:], sampled[-1 - PAST : -1]
-    if len(past) < MIN_PAST:
-        return Movements(steps=(), found=())
-    columns = [column for column in FLOORS if run.has(column)]
+    recent, past = sampled[-num_recent:], sampled[-num_recent - num_past : -num_recent]
+    if len(past) < least:
+        recent, past = sampled[-1:], sampled[-1 - num_past : -1]
+    if len(past) < least:
+        return Movements(steps=(), found=(), num_needed=least + 1)
+    columns = [column for column in limits.moved_floors if run.has(column)]
     query = (
         f"SELECT step, module, gemm, tensor, min(call_index) AS call_index, {', '.join(f'max({c}) AS {c}' for c in columns)}"
         " FROM sites WHERE actual AND reference = 'operand' AND numel > 0"
@@ -106,28 +105,32 @@ def _movements_before(run: Run, step: int) -> Movements:
         (row["step"], row["call_index"] or 0, movement)
         for site, rows in series.items()
         for row in [row for row in rows if row["step"] in recent]
-        if (movement := _movement(site, columns, [r for r in rows if r["step"] in past], row)) is not None
+        if (movement := _movement(site, columns, [r for r in rows if r["step"] in past], row, limits)) is not None
     ]
     first: dict[tuple[str, str, str], Movement] = {}
     for _, _, movement in sorted(found, key=lambda entry: entry[:2]):
         first.setdefault((movement.module, movement.gemm, movement.tensor), movement)
-    return Movements(steps=tuple(recent), found=tuple(first.values()))
+    return Movements(steps=tuple(recent), found=tuple(first.values()), num_needed=least + 1)
 
 
 def _movement(
-    site: tuple[str, str, str], columns: Sequence[str], past: Sequence[dict[str, Any]], row: dict[str, Any]
+    site: tuple[str, str, str],
+    columns: Sequence[str],
+    past: Sequence[dict[str, Any]],
+    row: dict[str, Any],
+    limits: CourseLimits,
 ) -> Movement | None:
     """Return the first statistic of a row that left its past, the causes of an error before the error."""
     for column in sorted(columns, key=lambda name: name == "sqnr_db"):
         known = [value for r in past if (value := _scaled(column, r[column])) is not None]
         now = _scaled(column, row[column])
-        if len(known) < MIN_PAST or now is None:
+        if len(known) < limits.min_past_steps or now is None:
             continue
-        if max(min(known) - now, now - max(known)) <= FLOORS[column]:
+        if max(min(known) - now, now - max(known)) <= limits.moved_floors[column]:
             continue
         usual = median(known)
-        noise = 1.4826 * median(abs(value - usual) for value in known)
-        if abs(now - usual) > MIN_NOISE * noise:
+        noise = _DEVIATIONS * median(abs(value - usual) for value in known)
+        if abs(now - usual) > limits.min_moved_noise * noise:
             module, gemm, tensor = site
             before, value = (2.0**usual, 2.0**now) if column == "amax" else (usual, now)
             return Movement(module=module, gemm=gemm, tensor=tensor, column=column, step=row["step"], before=before, now=value)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 #: What F127 calls a finding of updates as large as the weights, whatever the loss does.
 OUT_OF_SIZE = "updates-out-of-size"
-#: Size that a weight which starts from zero is compared with, times the root of its columns: half of what initialization gives.
-ORDINARY_RMS = 0.5
 #: Why no rule can judge a run's optimizer steps.
 NOT_RECORDED = "no optimizer step was recorded: no torch optimizer that holds a watched weight stepped in a sampled step"
 
@@ -27,11 +25,13 @@ class UpdateLimits:
         normalized: largest update of an element over the learning rate, of an optimizer that divides by the gradients' size
             and whose betas are not known.
         adam: times ``largest_of_adam``.
+        ordinary_rms: size that a weight which starts from zero is compared with, times the root of its columns.
     """
 
     ratio: float
     normalized: float
     adam: float
+    ordinary_rms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +158,11 @@ def large_updates(run: Run, limits: UpdateLimits) -> LargeUpdates | None:
 
 def _large_updates(run: Run, limits: UpdateLimits) -> LargeUpdates | None:
     rows: list[dict[str, Any]] = run.sql("SELECT * FROM updates WHERE num_sampled > 0 ORDER BY step, module").to_pylist()
-    large = [row for row in rows if update_ratio(row) > limits.ratio]
+    large = [row for row in rows if update_ratio(row, limits.ordinary_rms) > limits.ratio]
     if not large:
         return None
     step = large[0]["step"]
-    first = max((row for row in large if row["step"] == step), key=update_ratio)
+    first = max((row for row in large if row["step"] == step), key=lambda row: update_ratio(row, limits.ordinary_rms))
     found = {row["module"] for row in large}
     ordered = [m["fqn"] for m in run.modules if m["fqn"] in found]
     return LargeUpdates(
@@ -170,7 +170,7 @@ def _large_updates(run: Run, limits: UpdateLimits) -> LargeUpdates | None:
         modules=tuple(ordered),
         num_modules=len({row["module"] for row in rows}),
         first=first,
-        ratio=update_ratio(first),
+        ratio=update_ratio(first, limits.ordinary_rms),
         cause=_cause(first, limits),
     )
 
@@ -191,13 +191,13 @@ def largest_of_adam(beta1: float, beta2: float) -> float:
     return max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)))
 
 
-def update_ratio(row: Mapping[str, Any]) -> float:
+def update_ratio(row: Mapping[str, Any], ordinary_rms: float) -> float:
     """Return the RMS of an update over that of its weight, or over an ordinary weight's where the weight is smaller."""
     if row["sum_update2"] is None or row["sum_weight2"] is None:
         return 0.0
     if math.isinf(row["sum_update2"]) and math.isfinite(row["sum_grad2"] or 0.0):  # no size explains it: F125 names it
         return 0.0
-    usual = ORDINARY_RMS / math.sqrt(max(1, row["fan_in"] or 1))
+    usual = ordinary_rms / math.sqrt(max(1, row["fan_in"] or 1))
     return math.sqrt(row["sum_update2"] / row["num_sampled"]) / max(math.sqrt(row["sum_weight2"] / row["num_sampled"]), usual)
 
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.reading.model_structure import numbered
-from fp8debug.rules.reading.traces import RUNNING, Trace
+from fp8debug.rules.reading.traces import RUNNING, ElsewhereLimits, Trace
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Gain of codes over their tensor (or its inverse) beyond which a scale_inv of 1 is not the tensor's own: codes that fill a
-#: format's range within a binade are at most twice their tensor. Threshold of F113.
-MAX_UNIT_GAIN = 2.0
 
-
-def otherwise_scaled(run: Run, trace: Trace, max_unit_gain: float = MAX_UNIT_GAIN) -> str | None:
+def otherwise_scaled(run: Run, trace: Trace, max_unit_gain: float) -> str | None:
     """Return what contradicts that an operand without a scale has it applied afterwards; None where nothing does.
 
     A GEMM of which neither operand has its scale multiplies codes alone, on purpose: its result is multiplied by both scales.
@@ -44,7 +40,7 @@ def otherwise_scaled(run: Run, trace: Trace, max_unit_gain: float = MAX_UNIT_GAI
     return None
 
 
-def applied_outside(run: Run, max_unit_gain: float = MAX_UNIT_GAIN) -> list[dict[str, Any]]:
+def applied_outside(run: Run, max_unit_gain: float = ElsewhereLimits.max_unit_gain) -> list[dict[str, Any]]:
     """Return the operands of the first sampled step whose scale, if it is applied at all, is applied outside the GEMM.
 
     Args:

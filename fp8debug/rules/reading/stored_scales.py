@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _MAX_SQL = (
     "CASE " + " ".join(f"WHEN cast_name LIKE '{f.name} %' THEN {f.max}" for f in FORMATS.values() if not f.scale_only) + " END"
 )
-#: Share of what the largest scale lacks that must be the largest value's own: 1, but that a Hadamard transform moves the amax.
-MIN_OWN_SHARE, MIN_OWN_SHARE_TRANSFORMED = 0.86, 0.6
 #: What rounding makes a scale too small by: to a normal value 17/16, to a subnormal one, below 1.5 of the smallest, 1.5. The
 #: largest scale of a tensor is normal; under a Hadamard transform ``amax`` does not tell whether it is the largest that lacks.
 _ROUNDED, _ROUNDED_SUBNORMAL = 17 / 16, 1.5
@@ -70,8 +68,8 @@ class ScaleRange(Rule):
     min_headroom: float = 1.25
     margin_db: float = 0.1
     min_elements: int = 256
-    min_own_share: float = MIN_OWN_SHARE
-    min_own_share_transformed: float = MIN_OWN_SHARE_TRANSFORMED
+    min_own_share: float = 0.86
+    min_own_share_transformed: float = 0.6
 
     @property
     def _saturated(self) -> Look:

@@ -24,22 +24,46 @@ from fp8debug.types import OPERANDS, RESULTS, Gemm
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-#: Cosine that rounding leaves of values that are right but for one factor; numerics.md, 4 (warn below 0.999). Where a format
-#: has fewer bits, what its largest relative error e leaves: sqrt(1 - e^2), 0.994 of E5M2.
-_MIN_COSINE = 0.999
-#: The same of codes whose scales are applied outside the GEMM: factors of rows part the directions, to 0.58 in a gradient whose
-#: rows differ a hundredfold [measured]; and of codes far from their tensor in size, which chance does not give them.
-_MIN_OUTSIDE_COSINE, _MIN_FAR_COSINE, _FAR_GAIN = 0.5, 0.1, 16.0
-#: Cosine of a result and its product from which on the result is right but for noise, as in F128; and how many times its squared
-#: error both operands have whose scales make up for each other. Closed form: an operand's error is found in the result at its own
-#: size, and those of both add where they are independent, so that the smaller one is at most half the result's. 4 lies 9 dB above
-#: that half; an error of both operands by one factor is the thing looked for, and has no upper limit.
-_MIN_RESULT_COSINE, _COMPENSATED = 0.9, 4.0
-#: Of rows that join several tensors: distance of norm ratio from 1, and of a cosine from a share in units of its own; tensors.
-_MAX_DISTANCE, _MAX_JOINED = 0.1, 8
-
 #: Columns of a row by which a scale that is applied elsewhere is recognized.
 SCALE_COLUMNS = ("gain", "cosine", "num_tensors", "scale_inv_min", "scale_inv_max")
+
+
+@dataclass(frozen=True)
+class ElsewhereLimits:
+    """Thresholds of rules for a scale that is applied elsewhere; the manual page of F113 says where each comes from.
+
+    Attributes:
+        max_unit_gain: gain of codes over their tensor (or its inverse) beyond which a scale_inv of 1 is not the tensor's own.
+        min_pair_cosine: cosine that rounding leaves of values that are right but for one factor, in formats of 8 bits.
+        max_pair_error: relative difference of the product of two factors from 1, and of a result from its product.
+        min_outside_cosine: cosine of codes whose scales are applied outside the GEMM.
+        min_far_cosine: the same of codes that are ``far_gain`` times their tensor.
+        far_gain: gain beyond which chance does not give codes their size.
+        min_result_cosine: cosine of a result and its product from which on the result is right but for noise.
+        min_compensated: squared error of both operands over the result's, where their scales make up for each other.
+    """
+
+    max_unit_gain: float = 2.0
+    min_pair_cosine: float = 0.999
+    max_pair_error: float = 0.15
+    min_outside_cosine: float = 0.5
+    min_far_cosine: float = 0.1
+    far_gain: float = 16.0
+    min_result_cosine: float = 0.9
+    min_compensated: float = 4.0
+
+
+@dataclass(frozen=True)
+class JoinedLimits:
+    """Thresholds of rules for rows that join several tensors, of which some are right; F119 says where each comes from.
+
+    Attributes:
+        max_joined_error: distance of the norm ratio from 1, and of the cosine from a share, over the share of one tensor.
+        max_joined: tensors.
+    """
+
+    max_joined_error: float = 0.1
+    max_joined: int = 8
 
 
 def has_fp8(run: Run) -> bool:
@@ -158,7 +182,7 @@ def traces(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> li
     ]
 
 
-def scaled_elsewhere(run: Run, found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
+def scaled_elsewhere(run: Run, found: Iterable[Trace], limits: ElsewhereLimits) -> Callable[[Trace, dict[str, Any]], bool]:
     """Return the test whether a scale is applied outside the GEMM, or on the other operand's side.
 
     The first shows as a scale_inv of 1 in every block, of codes that are the tensor but for factors; within a factor of two of
@@ -168,39 +192,40 @@ def scaled_elsewhere(run: Run, found: Iterable[Trace], tolerance: float = 0.15) 
     Args:
         run: the run.
         found: traces with ``gain``, ``cosine``, ``num_tensors``, ``scale_inv_min`` and ``scale_inv_max``.
-        tolerance: relative difference of the product of two factors from 1.
+        limits: thresholds.
     """
     found = list(found)
-    is_on_other_side = scaled_on_other_side(run, found, tolerance)
-    outside = {(t.module, t.gemm) for t in found if any(_is_far_without_scale(row) for row in t.rows)}
+    is_on_other_side = scaled_on_other_side(run, found, limits)
+    outside = {(t.module, t.gemm) for t in found if any(_is_far_without_scale(row, limits) for row in t.rows)}
 
     def holds(trace: Trace, row: dict[str, Any]) -> bool:
         gain, cosine = row["gain"], row["cosine"]
         if not gain or cosine is None or gain < 0:
             return False
-        if _is_far_without_scale(row) or is_on_other_side(trace, row):
+        if _is_far_without_scale(row, limits) or is_on_other_side(trace, row):
             return True
         if (trace.module, trace.gemm) not in outside:
             return False
         if (row["num_tensors"] or 1) > 1:
-            return bool(cosine >= _MIN_OUTSIDE_COSINE)
-        return bool(_has_no_scale(row) and abs(gain - 1) > _max_error(trace) and cosine >= _least_cosine(trace))
+            return bool(cosine >= limits.min_outside_cosine)
+        return bool(_has_no_scale(row) and abs(gain - 1) > _max_error(trace) and cosine >= _least_cosine(trace, limits))
 
     return holds
 
 
-def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
+def scaled_on_other_side(run: Run, found: Iterable[Trace], limits: ElsewhereLimits) -> Callable[[Trace, dict[str, Any]], bool]:
     """Return the test whether the other operand of the GEMM holds the scale: both are off by factors that make 1 together.
 
     Of several tensors that a row joins each may have a factor of its own, so that neither gain is one. Where either row joins
-    several, that both operands are off and the GEMM's result is none the less its product says the same of all of them.
+    several, that both operands are off and the GEMM's result is none the less its product says the same of all of them: an
+    operand's error is found in the result at its own size, and independent ones add, so that the smaller is at most half of it.
 
     Args:
         run: the run.
         found: traces with ``gain``, ``cosine`` and ``num_tensors``.
-        tolerance: relative difference of the product of two factors from 1, and of a result from its product.
+        limits: thresholds.
     """
-    found = list(found)
+    found, tolerance = list(found), limits.max_pair_error
 
     @cache
     def sizes() -> dict[tuple[str, str, int, str], list[_Size]]:
@@ -215,15 +240,15 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], tolerance: float = 0.
         partners, results = sizes().get((*place, other), []), sizes().get((*place, RESULTS[gemm].value), [])
         if not partners:
             return False
-        is_off = cosine >= _least_cosine(trace) and abs(gain - 1) > tolerance
+        is_off = cosine >= _least_cosine(trace, limits) and abs(gain - 1) > tolerance
         if is_off and all(abs(partner.gain * gain - 1) <= tolerance for partner in partners):
             return True
         if max(row["num_tensors"] or 1, *(partner.num_tensors for partner in partners)) == 1 or not results:
             return False
-        if any(abs(result.gain - 1) > tolerance or result.cosine < _MIN_RESULT_COSINE for result in results):
+        if any(abs(result.gain - 1) > tolerance or result.cosine < limits.min_result_cosine for result in results):
             return False
         least = min(_error(gain, cosine), *(_error(partner.gain, partner.cosine) for partner in partners))
-        return least > _COMPENSATED * max(_error(result.gain, result.cosine) for result in results)
+        return least > limits.min_compensated * max(_error(result.gain, result.cosine) for result in results)
 
     return holds
 
@@ -269,20 +294,22 @@ def _max_error(trace: Trace) -> float:
     return 0.0 if trace.cast is None else FORMATS[trace.cast.format].max_relative_error
 
 
-def _least_cosine(trace: Trace) -> float:
-    return min(_MIN_COSINE, math.sqrt(1 - _max_error(trace) ** 2))
+def _least_cosine(trace: Trace, limits: ElsewhereLimits) -> float:
+    """Return the cosine that rounding leaves; of an error e of every element sqrt(1 - e^2), where a format has fewer bits."""
+    return min(limits.min_pair_cosine, math.sqrt(1 - _max_error(trace) ** 2))
 
 
 def _has_no_scale(row: dict[str, Any]) -> bool:
     return bool(row["scale_inv_min"] == row["scale_inv_max"] == 1.0)
 
 
-def _is_far_without_scale(row: dict[str, Any]) -> bool:
+def _is_far_without_scale(row: dict[str, Any], limits: ElsewhereLimits) -> bool:
     """Return whether codes are their tensor but for factors that no scale_inv holds, beyond what a scale of 1 leaves."""
     gain, cosine = row["gain"], row["cosine"]
     if not gain or cosine is None or gain < 0 or not _has_no_scale(row):
         return False
-    return bool(cosine >= (_MIN_FAR_COSINE if gain > _FAR_GAIN else _MIN_OUTSIDE_COSINE) and not 0.5 < gain < 2)
+    least = limits.min_far_cosine if gain > limits.far_gain else limits.min_outside_cosine
+    return bool(cosine >= least and not 1 / limits.max_unit_gain < gain < limits.max_unit_gain)
 
 
 def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:
@@ -290,21 +317,22 @@ def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:
     return lambda row: bool(row[column] > limit)
 
 
-def num_right(row: dict[str, Any]) -> int | None:
+def num_right(row: dict[str, Any], limits: JoinedLimits) -> int | None:
     """Return how many of the tensors that a row joins are right where the others have nothing in common with theirs.
 
     Of n tensors of one size j right ones and n - j unrelated ones have the cosine j / n together, at their own norm. Shares j / n
-    lie 1 / n apart, and a tenth of that is allowed: unrelated tensors of e elements have a cosine of 1 / sqrt(e), so that
-    shares of eight are told from 6,400 elements on. None for one tensor, for more than eight, and where cosine or norm say
-    something else.
+    lie 1 / n apart, and a part of that is allowed. None for one tensor, for too many, and where cosine or norm say something
+    else.
 
     Args:
         row: with ``cosine``, ``norm_ratio`` and ``num_tensors``, of all microbatches, calls and ranks.
+        limits: thresholds.
     """
     cosine, norm_ratio, num = row["cosine"], row["norm_ratio"], row.get("num_tensors") or 1
-    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > _MAX_DISTANCE or not 1 < num <= _MAX_JOINED:
+    most = limits.max_joined_error
+    if cosine is None or norm_ratio is None or abs(norm_ratio - 1) > most or not 1 < num <= limits.max_joined:
         return None
-    return next((right for right in range(1, num) if abs(cosine - right / num) < _MAX_DISTANCE / num), None)
+    return next((right for right in range(1, num) if abs(cosine - right / num) < most / num), None)
 
 
 def sampled_steps(run: Run) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import Finding, Rule
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
-from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, SCALE_COLUMNS, Trace, scaled_elsewhere, traces
+from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, SCALE_COLUMNS, ElsewhereLimits, Trace, scaled_elsewhere, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -21,8 +21,8 @@ _E5M2_DB = 25.55
 HAS_SHRUNK = "(num_saturated > 0 AND norm_ratio < 1 AND sum_xy >= sum_y2)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightLimits:
+@dataclass(frozen=True)
+class WeightLimits(ElsewhereLimits):
     """Thresholds for a wrong weight, and for rows of two kinds; the rules' manual pages say where each comes from.
 
     An older weight a of its own, w = a + d with updates d across a: <w, a> = <a, a>, so that cosine / norm_ratio, the
@@ -32,87 +32,38 @@ class WeightLimits:
     while its copy does not looks like noise, so that noise has to be so from the first step on.
     """
 
-    max_sqnr_db: float
-    max_own_scale_sqnr_db: float
-    max_own_scale_cosine: float
-    max_own_headroom_error: float
-    max_cosine: float
-    max_headroom: float
-    min_elements: int
-    min_mixed_rows: float
-    max_foreign_sqnr_db: float
-    min_steps: int
-    warmup: int
-    delayed_sqnr_db: float
-    delayed_cosine: float
-    min_coefficient: float
-    max_block_growth: float
-    max_noise_db: float
-    max_noise_share: float
-    max_noise_range_db: float
-    max_e5m2_error_db: float
-    max_e5m2_headroom: float
-    max_flushed_rate: float
-    min_own_cosine: float
-    max_unrelated: float
-    max_size_error: float
-    min_judged_rows: float
-
-
-LIMITS = WeightLimits(
-    max_sqnr_db=27.0,
-    max_own_scale_sqnr_db=30.0,
-    max_own_scale_cosine=0.9995,
-    max_own_headroom_error=0.002,
-    max_cosine=0.999,
-    max_headroom=1.25,
-    min_elements=256,
-    min_mixed_rows=0.03,
-    max_foreign_sqnr_db=15.0,
-    min_steps=2,
-    warmup=8,
-    delayed_sqnr_db=23.5,
-    delayed_cosine=0.998,
-    min_coefficient=0.9,
-    max_block_growth=4.0,
-    max_noise_db=20.0,
-    max_noise_share=0.25,
-    max_noise_range_db=2.0,
-    max_e5m2_error_db=0.6,
-    max_e5m2_headroom=1.002,
-    max_flushed_rate=0.05,
-    min_own_cosine=0.9,
-    max_unrelated=0.3,
-    max_size_error=0.5,
-    min_judged_rows=0.8,
-)
+    max_sqnr_db: float = 27.0
+    max_own_scale_sqnr_db: float = 30.0
+    max_own_scale_cosine: float = 0.9995
+    max_own_headroom_error: float = 0.002
+    max_cosine: float = 0.999
+    max_headroom: float = 1.25
+    min_elements: int = 256
+    min_mixed_rows: float = 0.03
+    max_foreign_sqnr_db: float = 15.0
+    min_steps: int = 2
+    warmup: int = 8
+    delayed_sqnr_db: float = 23.5
+    delayed_cosine: float = 0.998
+    min_coefficient: float = 0.9
+    max_block_growth: float = 4.0
+    max_noise_db: float = 20.0
+    max_noise_share: float = 0.25
+    max_noise_range_db: float = 2.0
+    max_e5m2_error_db: float = 0.6
+    max_e5m2_headroom: float = 1.002
+    max_flushed_rate: float = 0.05
+    min_own_cosine: float = 0.9
+    max_unrelated: float = 0.3
+    max_size_error: float = 0.5
+    min_judged_rows: float = 0.8
 
 
 @dataclass(frozen=True)
-class OffWeightRule(Rule):
+class OffWeightRule(Rule, WeightLimits):
     """Base of the rules over weights whose FP8 values are not their cast; :class:`WeightLimits` has its thresholds."""
 
     columns = ("sum_err2", "sum_xy", "sum_x2", "sum_y2")
-
-    max_sqnr_db: float = LIMITS.max_sqnr_db
-    max_cosine: float = LIMITS.max_cosine
-    delayed_sqnr_db: float = LIMITS.delayed_sqnr_db
-    delayed_cosine: float = LIMITS.delayed_cosine
-    min_coefficient: float = LIMITS.min_coefficient
-    max_block_growth: float = LIMITS.max_block_growth
-    max_noise_db: float = LIMITS.max_noise_db
-    max_noise_share: float = LIMITS.max_noise_share
-    max_noise_range_db: float = LIMITS.max_noise_range_db
-    max_e5m2_error_db: float = LIMITS.max_e5m2_error_db
-    max_e5m2_headroom: float = LIMITS.max_e5m2_headroom
-    max_flushed_rate: float = LIMITS.max_flushed_rate
-    min_own_cosine: float = LIMITS.min_own_cosine
-    min_judged_rows: float = LIMITS.min_judged_rows
-
-    @property
-    def limits(self) -> WeightLimits:
-        """The limits, with those that the rule has as thresholds of the same names."""
-        return replace(LIMITS, **{f.name: getattr(self, f.name) for f in fields(LIMITS) if hasattr(self, f.name)})
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to codes of another format, and to scales made for one."""
@@ -120,7 +71,7 @@ class OffWeightRule(Rule):
         return any((part.module, part.tensor) not in misread for part in finding.sites)
 
 
-def has_outgrown(min_coefficient: float, max_block_growth: float, max_flushed_rate: float = LIMITS.max_flushed_rate) -> str:
+def has_outgrown(min_coefficient: float, max_block_growth: float, max_flushed_rate: float) -> str:
     """Return the SQL predicate that values are those of an older weight, whose scales this one has outgrown.
 
     Args:
@@ -178,14 +129,14 @@ def _bad(limits: WeightLimits) -> str:
     )
 
 
-def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
+def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
     """Return the weights whose FP8 values differ from the weight by more than any cast in range explains.
 
     The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
     of other blocks F119. A scale that the program applies outside the GEMM is none of it.
     """
     seen = traces(run, look_for_weights(limits))
-    is_elsewhere = scaled_elsewhere(run, seen)
+    is_elsewhere = scaled_elsewhere(run, seen, limits)
     of_gemm = [whole.where(lambda row, site=whole: not is_elsewhere(site, row)) for whole in seen]  # type: ignore[misc]  # bound now
     off = [trace for trace in of_gemm if trace is not None]
     starts = _starts(run, off[0].start) if off else frozenset()

@@ -12,6 +12,7 @@ import torch
 
 from fp8debug.rules import triage
 from fp8debug.rules.reading.bf16_verdict import batch_noise, gradient_noise
+from fp8debug.rules.reading.course_limits import CourseLimits
 from tests.rules import sick_wholeruns as sick
 from tests.rules.sick_runs import CLIPPED, INPUT
 from tests.synthetic import Override, build
@@ -107,5 +108,5 @@ def test_a_loss_on_its_course_has_no_verdict(tmp_path: Path) -> None:
 
 def test_nothing_is_concluded_where_no_adam_ran(tmp_path: Path) -> None:
     run = build(tmp_path / "run", updates=moments(2.0, beta1=None))
-    assert gradient_noise(run, 55) is None
-    assert gradient_noise(build(tmp_path / "adam", updates=moments(2.0)), 0) is None
+    assert gradient_noise(run, 55, CourseLimits()) is None
+    assert gradient_noise(build(tmp_path / "adam", updates=moments(2.0)), 0, CourseLimits()) is None

@@ -12,11 +12,12 @@ import pytest
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.rules import RULES, Finding, Severity, triage
-from fp8debug.rules.reading.forecasts import rising
+from fp8debug.rules.reading.forecasts import ForecastLimits, rising
 from tests.rules.sick_runs import CULPRIT
 from tests.synthetic import MODULES, Override, Slots, build
 
 STATIC = "e4m3fn tensorwise static(0.01)"
+LIMITS = ForecastLimits()
 
 
 def noisy(slope: float, noise: float, num: int = 20, every: int = 10, seed: int = 0) -> tuple[list[int], list[float]]:
@@ -26,7 +27,7 @@ def noisy(slope: float, noise: float, num: int = 20, every: int = 10, seed: int 
 
 
 def test_a_line_is_met_when_it_says() -> None:
-    trend = rising(*noisy(0.01, 0.0))
+    trend = rising(*noisy(0.01, 0.0), LIMITS)
     assert trend is not None
     assert trend.slope == pytest.approx(0.01)
     assert trend.level == pytest.approx(1.9)
@@ -36,12 +37,12 @@ def test_a_line_is_met_when_it_says() -> None:
 def test_wild_points_do_not_move_the_slope() -> None:
     steps, values = noisy(0.01, 0.02)
     values[4], values[11] = 30.0, -30.0
-    trend = rising(steps, values)
+    trend = rising(steps, values, LIMITS)
     assert trend is not None and trend.slope == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
-    trends = [rising(*noisy(0.01, 0.2, seed=seed)) for seed in range(200)]
+    trends = [rising(*noisy(0.01, 0.2, seed=seed), LIMITS) for seed in range(200)]
     found = [trend for trend in trends if trend is not None]
     held = sum(trend.low <= 0.01 <= trend.high for trend in found)
     assert len(found) > 150
@@ -49,7 +50,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_noise_has_no_trend() -> None:
-    assert sum(rising(*noisy(0.0, 1.0, seed=seed)) is not None for seed in range(300)) <= 2
+    assert sum(rising(*noisy(0.0, 1.0, seed=seed), LIMITS) is not None for seed in range(300)) <= 2
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_noise_has_no_trend() -> None:
 )
 def test_what_is_no_steady_rise(course: Callable[[float], float]) -> None:
     steps = [10 * i for i in range(20)]
-    assert rising(steps, [course(step) for step in steps]) is None
+    assert rising(steps, [course(step) for step in steps], LIMITS) is None
 
 
 def headroom(course: Callable[[int], float], cast_name: str) -> Override:
@@ -82,6 +83,13 @@ def test_a_static_scale_that_its_tensor_outgrows(tmp_path: Path) -> None:
         " binades a step (0.01 to 0.01); it clips in about 42 steps (95 % interval 42 to 42), near step 233"
     )
     assert findings[0].steps == (10, 190)
+
+
+def test_what_makes_a_trend_can_be_set(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", num_steps=200, modules=MODULES[-3:], with_results=False,
+                overrides=[headroom(lambda step: 0.25 * 2 ** (step / 100), STATIC)])  # fmt: skip
+    for limits, num in (({}, 1), ({"min_points": 30}, 0), ({"trend_warmup": 150}, 0), ({"max_points": 4}, 0), ({"min_z": 99}, 0)):
+        assert len(triage(run, select="F101", thresholds={"F101": limits})) == num, limits
 
 
 @pytest.mark.parametrize(
