@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Severity
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
@@ -15,6 +16,17 @@ from fp8debug.rules.reading.weights import OffWeightRule, look_for_weights, off_
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
+#: Mean log2 of the later reads' scale_inv over the first one's, where all of its blocks were read again.
+_SHIFT = (
+    "CASE WHEN num_zero_blocks = 0 AND num_reread_blocks % num_blocks = 0"
+    " THEN reread_scale_inv_sum_log2 / num_reread_blocks - scale_inv_sum_log2 / num_blocks END AS shift"
+)
+#: The cure of cached data whose scale was updated.
+_RESCALED = (
+    "keep the scale_inv that the cached data were cast with, and update scales when the weight is cast, not between microbatches;"
+    " or switch the weight cache off; else BF16 for this module"
+)
+
 
 @dataclass(frozen=True)
 class StaleWeight(OffWeightRule):
@@ -22,9 +34,10 @@ class StaleWeight(OffWeightRule):
 
     What it detects
         A weight whose FP8 values differ from it by more than a cast does, in all rows alike, with nothing lost at either end of
-        the range; or one that is right in the first microbatch of a step and wrong in a later one, which is how a cache
-        shows in gradient accumulation. Parts of another shard or checkpoint are F121, a low SQNR at the cosine of
-        rounding F113 or F118.
+        the range; or one that is right in the first microbatch of a step and wrong in a later one, which is how a cache shows
+        in gradient accumulation. Where the later read is as far off as the data of the first one are under the scale of the
+        later one, the scale was updated and the cached data were not cast again, and the message says so. Parts of another
+        shard or checkpoint are F121, a low SQNR at the cosine of rounding F113 or F118.
 
     Why it matters
         The forward pass computes with weights that no optimizer knows: gradients belong to one point and are applied to
@@ -36,7 +49,8 @@ class StaleWeight(OffWeightRule):
 
     Cure
         Quantize the weight anew after each optimizer step (is_first_microbatch, cache_weights, a stale graph capture), or
-        switch the weight cache off; BF16 for this module until then.
+        switch the weight cache off; BF16 for this module until then. Cached data keep the scale_inv that they were cast with:
+        update scales when the weight is cast, not at every microbatch.
 
     Thresholds
         - max_sqnr_db 27: SQNR of an E4M3 weight, 6 dB lower for E5M2, 23.5 (and a cosine of 0.998) under delayed scaling;
@@ -50,6 +64,8 @@ class StaleWeight(OffWeightRule):
         - min_reread_gap_db 1: SQNR that the second microbatch's weight lies below the first's. No published basis: 0 in
           healthy runs, 0.07 where rows are sampled; three times as much under delayed scaling, whose scale moves between two
           reads (0.95 dB) [measured].
+        - max_scale_error_db 1: distance of the later read's SQNR from -10 log10((r - 1)^2 + r^2 10^(-SQNR / 10)), where r is how
+          many times the first read's scale_inv the later one's is: closed form for data that stayed. No published basis.
         - min_steps 2, warmup 8: sampled steps that show it; under delayed scaling the first steps do not count.
         - delayed_sqnr_db 23.5, delayed_cosine 0.998: limits under delayed scaling: weights that grow from zero clip for some
           steps [measured: 24.3 dB and 0.9989 at step 8 of a healthy run]; one 16 steps old has 21.7 dB and 0.9966 or less.
@@ -83,6 +99,7 @@ class StaleWeight(OffWeightRule):
     cure = "refresh the FP8 weight after each optimizer step, or switch its cache off; else BF16 for this module"
 
     min_reread_gap_db: float = 1.0
+    max_scale_error_db: float = 1.0
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off, in either read."""
@@ -110,7 +127,15 @@ class StaleWeight(OffWeightRule):
             Keys("tensor = 'weight'"),
             f"sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}",
         ]
-        return look(conditions, ["sqnr_db", "reread_sqnr_db"])
+        return look(conditions, ["sqnr_db", "reread_sqnr_db", _SHIFT])
+
+    def _is_rescaled(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the later read has the first one's data under another scale."""
+        if row["shift"] is None or row["sqnr_db"] is None:
+            return False
+        factor = 2.0 ** row["shift"]
+        error = (factor - 1) ** 2 + factor**2 * 10 ** (-row["sqnr_db"] / 10)
+        return bool(error > 0 and abs(row["reread_sqnr_db"] + 10 * math.log10(error)) < self.max_scale_error_db)
 
     def _between_microbatches(self, run: Run) -> Iterable[Finding]:
         if not run.has("num_reread"):
@@ -124,9 +149,17 @@ class StaleWeight(OffWeightRule):
                 row = trace.least("reread_sqnr_db")
                 message = (
                     f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB in the first microbatch of step {row['step']} and"
-                    f" {row['reread_sqnr_db']:.1f} dB in later ones: its FP8 values are a cached copy out of step"
+                    f" {row['reread_sqnr_db']:.1f} dB in later ones: "
                 )
-                yield trace.finding(
+                is_rescaled = self._is_rescaled(row)
+                if is_rescaled:
+                    message += (
+                        f"its cached FP8 data stayed, and their scale_inv is {2.0 ** row['shift']:.2g} times the one"
+                        " that they were cast with"
+                    )
+                else:
+                    message += "its FP8 values are a cached copy out of step"
+                finding = trace.finding(
                     self,
                     Severity.ERROR,
                     message,
@@ -134,6 +167,7 @@ class StaleWeight(OffWeightRule):
                     threshold=row["sqnr_db"] - self.min_reread_gap_db,
                     unit="dB",
                 )
+                yield replace(finding, cure=_RESCALED) if is_rescaled else finding
 
 
 RULES.add(StaleWeight.code, StaleWeight())

@@ -10,7 +10,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.course_limits import CourseLimits
 from fp8debug.rules.reading.losses import OTHER_LOSS, Nonfinite, first_nonfinite, has_other_loss, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.movements import movements_before
-from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
+from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, cure_of_gradient, first_poison, largest_product
 from fp8debug.rules.reading.optimizer_steps import nonfinite_update
 from fp8debug.rules.reading.traces import sampled_steps
 
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 UNDECIDED = "loss-spike-undecided"
 #: Cures of a first NaN or Inf by where it was seen.
 OUTSIDE = "look at what lies before it: the batch, the embedding, a norm, attention or softmax"
-BACKWARD = "look at what the gradient comes from: the loss function, softmax or attention, an overflowing loss scale"
-BETWEEN = (
-    "look at what the backward pass computes between {before} and {module}: activation, norm, softmax or attention, and whether"
-    " their kernels write every row; then at another loss whose gradient joins there"
-)
-LOSS_SCALE = "; or an overflowing loss scale"
 AFTER = "look at the loss function (log of 0, division by 0, a sum that overflows), attention masks and the batch of that step"
 WEIGHT = "look at the optimizer step before: learning rate, gradient norm and clipping, optimizer state; or at the checkpoint"
 
@@ -164,7 +158,7 @@ class LossSpikeNotFp8(Rule, CourseLimits):
                 before = f": the forward pass is finite, and no {kind}'s backward pass comes before"
             before = f"; {origin.before}, computed before it, was finite" if origin.before else before
             message = f"{first}; {_no_linear(run)}{before}; {lost.what}"
-            cure = _cure_of_gradient(origin) if row["gemm"] != "fprop" else OUTSIDE
+            cure = cure_of_gradient(origin) if row["gemm"] != "fprop" else OUTSIDE
             more = "" if origin.step in sampled else "; record around it with every=1"
             return replace(finding, name="nonfinite-from-outside", message=message, cure=f"{cure}{more}")
         if largest_product(run, row) > MAX_RESULT:
@@ -256,17 +250,6 @@ def _no_linear(run: Run) -> str:
         return "no Linear produced it"
     more = f" and {len(names) - 1} more are not)" if len(names) > 1 else " is not)"
     return f"no recorded Linear produced it ({names[0]}{more}"
-
-
-def _cure_of_gradient(origin: NonfiniteOrigin) -> str:
-    """Return where to look for what made a gradient NaN or Inf outside of the Linears.
-
-    Behind a Linear of a finite gradient neither the loss function nor a NaN of its scale made it; an Inf may be an overflow.
-    """
-    if not origin.before:
-        return BACKWARD
-    cure = BETWEEN.format(before=origin.before, module=origin.row["module"])
-    return cure if origin.row["num_nan"] and not origin.row["num_inf"] else cure + LOSS_SCALE
 
 
 def _elements(origin: NonfiniteOrigin) -> str:

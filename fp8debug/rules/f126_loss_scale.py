@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from fp8debug.rules.reading.loss_scales import (
     stepped_while_scaled,
 )
 from fp8debug.rules.reading.losses import loss_format
+from fp8debug.rules.reading.nonfinite import cure_of_gradient, gradients_from_outside
 from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
 
@@ -58,17 +60,18 @@ class LossScaleLoop(Rule):
     """The loss scale overflows in a loop, leaves the gradients below FP16's range, or is taken out of them a step too late.
 
     What it detects
-        Reductions of the loss scale that come faster than a scaler's growth explains, counted after its first descent from
-        the initial value has ended; or a scale that has sunk below 1. gradients-vanish: gradients of most modules lie on the
-        grid of FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not.
-        clipped-while-scaled: at every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so
-        small that it is the usual one over the loss scale: they were clipped before they were divided by it.
-        stepped-while-scaled: at every sampled step the optimizer gets the gradients as wgrad gave them, under a loss scale that
-        should have been divided out, and its first moment (the update of an optimizer without one) is of them.
-        unscaled-late: at the steps at which the loss scale grows, the gradient norm (of every step, where
-        watch.step(grad_norm=...) has it before clipping; else the gradients that the optimizer gets at sampled steps) is short
-        of the steps before and after by just that growth: it was divided by the new scale. Where no loss scale is recorded, it
-        is what the gradients are over those of wgrad. No layer is to blame.
+        Reductions of the loss scale that come faster than a scaler's growth explains, counted after its first descent from the
+        initial value has ended; or a scale that has sunk below 1. Where gradients bring the first NaN or Inf of a step into the
+        Linears, and still do when the scale is a small part of what it was, it is not at fault: half of it halves an overflow,
+        and no scale makes 0 / 0 finite; the Linear is named. gradients-vanish: gradients of most modules lie on the grid of
+        FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not. clipped-while-scaled:
+        at every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so small that it is the
+        usual one over the loss scale: they were clipped before they were divided by it. stepped-while-scaled: at every sampled
+        step the optimizer gets the gradients as wgrad gave them, under a loss scale that should have been divided out, and its
+        first moment (the update of an optimizer without one) is of them. unscaled-late: at the steps at which the loss scale
+        grows, the gradient norm (of every step, where watch.step(grad_norm=...) has it before clipping; else the gradients that
+        the optimizer gets at sampled steps) is short of the steps before and after by just that growth: it was divided by the
+        new scale. Where no loss scale is recorded, it is what the gradients are over those of wgrad. No layer is to blame.
         loss-rounded, information: all losses are values of BF16 or of FP16, so that the loss function most likely computes in it.
 
     Why it matters
@@ -84,13 +87,18 @@ class LossScaleLoop(Rule):
 
     Cure
         Find the Inf (a batch, a learning rate, a mask of -65504 in FP16): the gradient norm of the skipped steps names the
-        moment. BF16 in place of FP16 needs no loss scale; raise the initial scale where gradients vanish. Divide gradients by
-        the scale that their loss was multiplied with, before they are clipped, and update the scale after the optimizer's step.
+        moment. Where one Linear is named, look at what lies behind it: a root or logarithm whose eps is zero in FP16 (below
+        2^-25), a division by a norm. BF16 in place of FP16 needs no loss scale; raise the initial scale where gradients vanish.
+        Divide gradients by the scale that their loss was multiplied with, before they are clipped, and update the scale after
+        the optimizer's step.
 
     Thresholds
         - window 20: steps in which reductions are counted.
         - max_reductions 3: reductions within it that are no loop. No published basis: a scaler that grows every 2000 steps
           (torch.amp's default) is reduced once in so many, and one that grows every 10 at most twice in 20.
+        - max_reductions too: halvings between two sampled steps whose first NaN or Inf came with a gradient, beyond which the
+          scale is not at fault. Closed form: gradients are proportional to it, and so many leave an eighth of an overflow. Seen
+          in wespeaker #133.
         - min_scale 1: a scale below it makes the gradients smaller than they are. No published basis.
         - max_zero_rate 0.2: share of zeros in a grad_output on the grid of FP16's subnormals. No published basis.
         - min_modules 0.5: share of the modules that show it.
@@ -264,12 +272,32 @@ class LossScaleLoop(Rule):
                 f" {times(trace[start - 1][1])} to {times(trace[end][1])}"
             )
             steps = (trace[start][0], trace[end][0])
-            yield self._finding(run, Severity.ERROR, steps, message, float(inside), float(self.max_reductions))
+            finding = self._finding(run, Severity.ERROR, steps, message, float(inside), float(self.max_reductions))
+            yield self._located(run, finding, dict(trace))
             return
         low = [(step, scale) for step, scale in trace if scale < self.min_scale]
         if low:
             message = f"the loss scale has sunk to {times(min(scale for _, scale in low))} by step {low[-1][0]}"
             yield self._finding(run, Severity.ERROR, (low[0][0], low[-1][0]), message, low[-1][1], self.min_scale)
+
+    def _located(self, run: Run, finding: Finding, scales: Mapping[int, float]) -> Finding:
+        """Return a loop with the Linear whose gradient is not finite at any scale, if there is one."""
+        before = max(step for step in scales if step < finding.steps[0])
+        origins = [o for o in gradients_from_outside(run, before, finding.steps[1]) if o.step in scales]
+        if not origins or scales[origins[-1].step] * 2**self.max_reductions > scales[origins[0].step]:
+            return finding
+        numbers = Counter(origin.row["module"] for origin in origins)
+        origin = max(origins, key=lambda origin: (numbers[origin.row["module"]], -origin.step))
+        row = origin.row
+        message = (
+            f"{finding.message}; the first NaN or Inf of {len(origins)} sampled steps came with a gradient, at step"
+            f" {origins[0].step} under a scale of {times(scales[origins[0].step])} and still at step {origins[-1].step} under"
+            f" {times(scales[origins[-1].step])}, first in the {row['gemm']} {row['tensor']} of {row['module']}; no Linear"
+            " produced it, and no scale prevents it"
+        )
+        return replace(finding, message=message, module=row["module"], gemm=row["gemm"], tensor=row["tensor"],
+                       call_index=row["call_index"] or 0, also=tuple(name for name in numbers if name != row["module"]),
+                       cure=cure_of_gradient(origin, may_overflow=False))  # fmt: skip
 
     def _vanishing(self, run: Run) -> Iterable[Finding]:
         if not (self._has_operands(run) and may_have(run, self._look)):

@@ -249,6 +249,25 @@ def test_paths_that_run_other_modules_in_fp8(
     assert all(words in f.message for f in found)
 
 
+@pytest.mark.parametrize(("inputs", "module", "words"), [
+    ((0.0, 0.3, 0.3), "mix", "what differs lies between embed and norm, and is no Linear"),
+    ((0.2, 0.3, 0.3), "mix", "what differs lies before all of them, and is no Linear"),
+    ((0.0, 0.0, 0.3), "mix", "what differs lies between norm and mix, and is no Linear"),
+    ((0.0, 0.0, 0.0), None, "what differs lies between them"),
+])  # fmt: skip
+def test_paths_whose_modules_compute_the_same(tmp_path: Path, inputs: tuple[float, ...], module: str | None, words: str) -> None:
+    measures = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")]
+    rows = {
+        name: [0.0, 1.0, None, None, *([2e-6, 1.0, 2e-6, 1.0] if name == "mix" else [None] * 4), size, 1.0]
+        for name, size in zip(("embed", "norm", "mix"), inputs, strict=True)
+    }
+    text = json.dumps({"measures": [*measures, "input", "rows"], "modules": rows})
+    events = [(step, "inference", None, text) for step in (40, 60, 80)]
+    (finding,) = triage(build(tmp_path / "run", steps=sick.compared(0.4, 0.7), events=events))
+    assert (finding.code, finding.module) == ("F122", module)
+    assert words in finding.message
+
+
 def test_a_layer_at_fault_explains_a_divergence(tmp_path: Path) -> None:
     overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", slots={"gain": 2.0})]
     findings = triage(build(tmp_path / "run", steps=sick.FIRES["F127"]["steps"], overrides=overrides))
@@ -307,6 +326,25 @@ def test_updates_out_of_size_of_an_actor(tmp_path: Path) -> None:
 def test_a_loss_scale_that_sinks(tmp_path: Path) -> None:
     (finding,) = triage(build(tmp_path / "run", steps=sick.scales(lambda step: 2.0 ** (10 - step // 8))))
     assert (finding.code, finding.message) == ("F126", "the loss scale has sunk to 0.25 by step 99")
+
+
+@pytest.mark.parametrize("last", [80, 44])
+def test_a_loss_scale_that_no_gradient_fits(tmp_path: Path, last: int) -> None:
+    """NaN at any scale is not the scale's doing; what ends when it is halved a few times may be an overflow."""
+    steps = {step: {"loss_scale": 65536.0 / 2 ** max(0, min(30, (step - 40) // 2))} for step in range(100)}
+    overrides = [
+        Override(module="blocks.1.mlp.up", gemm=gemm, tensor="grad_output", reference="operand", actual=None,
+                 slots={"num_nan": 3}, steps=(step, step + 1))
+        for gemm in ("dgrad", "wgrad") for step in (42, last)
+    ]  # fmt: skip
+    (finding,) = triage(build(tmp_path / "run", steps=steps, overrides=overrides, every=2))
+    assert (finding.code, finding.name, finding.severity) == ("F126", "loss-scale-loop", "error")
+    if last == 44:
+        assert finding.module is None and finding.cure.startswith("find the overflowing gradient")
+        return
+    assert (finding.module, finding.gemm, finding.tensor) == ("blocks.1.mlp.up", "dgrad", "grad_output")
+    assert "at step 42 under a scale of 32768 and still at step 80 under 0.062" in finding.message
+    assert "between blocks.1.mlp.down and blocks.1.mlp.up" in finding.cure and "overflowing loss scale" not in finding.cure
 
 
 def _scaled(step: int, growth: int = 8) -> float:

@@ -88,6 +88,18 @@ def test_a_cache_that_is_stale_from_the_second_microbatch_on(tmp_path: Path) -> 
     assert "in the first microbatch of step 40 and 22.0 dB in later ones" in finding.message
 
 
+@pytest.mark.parametrize(("log2", "is_told"), [(1.0, True), (-9.0, True), (0.0, False), (2.0, False)])
+def test_cached_data_under_a_scale_that_was_updated(tmp_path: Path, log2: float, is_told: bool) -> None:
+    """Data that stayed are (r - 1) of themselves away under r times their scale; anything else is a copy out of step."""
+    error = (2.0**log2 - 1) ** 2 if is_told else 0.1
+    slots = {"reread_sum_err2": of_energy(error), "reread_scale_inv_sum_log2": sick.shifted(log2)}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=slots)]))
+    assert (finding.code, finding.module) == ("F112", CULPRIT)
+    assert ("its cached FP8 data stayed" in finding.message) == is_told
+    assert finding.cure.startswith("keep the scale_inv" if is_told else "refresh the FP8 weight")
+    assert not is_told or f"scale_inv is {2.0**log2:.2g} times" in finding.message
+
+
 def test_an_error_below_the_noise_of_the_cast_shows_by_a_scale_that_is_not_its_own(tmp_path: Path) -> None:
     slots = {**rotated(0.99945), "headroom": 1.01}
     (finding,) = triage(build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=slots)]))

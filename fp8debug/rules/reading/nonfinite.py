@@ -37,6 +37,12 @@ SICK = Look(
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
 NEXT_STEPS = 1
 RESULTS = {gemm.value: _RESULTS[gemm].value for gemm in Gemm}
+#: Where to look for what made a gradient NaN or Inf: behind the last Linear of the forward pass, and between two of them.
+_SOURCES = "look at what the gradient comes from: the loss function, softmax or attention"
+_BETWEEN = (
+    "look at what the backward pass computes between {before} and {module}: activation, norm, softmax or attention, and whether"
+    " their kernels write every row; then at another loss whose gradient joins there"
+)
 #: A GEMM of operands whose largest possible result is beyond this may overflow in FP32 and BF16.
 MAX_RESULT = 3e38
 #: SQL predicate: an operand that holds NaN or Inf before its cast.
@@ -97,6 +103,40 @@ def first_poison(run: Run) -> NonfiniteOrigin | None:
     if seen is None or found is None:
         return seen or found
     return min(seen, found, key=lambda origin: (origin.step, *_place({"reference": "", "num_made": 0, **origin.row})))
+
+
+def gradients_from_outside(run: Run, first: int, last: int) -> list[NonfiniteOrigin]:
+    """Return the origin of each sampled step of a range whose first NaN or Inf came with a gradient, from outside the Linears.
+
+    Steps in which a cast, a GEMM or the forward pass made the first one are left out.
+    """
+    if not counts_nonfinite(run):
+        return []
+    rows = sorted(
+        (row for row in bad_rows(run, SICK) if first <= row["step"] <= last), key=lambda row: (row["step"], *_place(row))
+    )
+    heads = [next(group) for _, group in groupby(rows, key=lambda row: row["step"])]
+    return [
+        NonfiniteOrigin(kind="outside", row=row, before=_before(run, row), poisoned=())
+        for row in heads
+        if row["gemm"] != "fprop" and _kind(row) == "outside"
+    ]
+
+
+def cure_of_gradient(origin: NonfiniteOrigin, *, may_overflow: bool = True) -> str:
+    """Return where to look for what made a gradient NaN or Inf outside of the Linears.
+
+    Behind a Linear of a finite gradient neither the loss function nor a NaN of its scale made it; an Inf may be an overflow.
+
+    Args:
+        origin: of a gradient.
+        may_overflow: whether the loss scale may be to blame.
+    """
+    if not origin.before:
+        return f"{_SOURCES}, an overflowing loss scale" if may_overflow else _SOURCES
+    cure = _BETWEEN.format(before=origin.before, module=origin.row["module"])
+    is_inf = not origin.row["num_nan"] or origin.row["num_inf"]
+    return f"{cure}; or an overflowing loss scale" if may_overflow and is_inf else cure
 
 
 def _first_searched(run: Run) -> NonfiniteOrigin | None:

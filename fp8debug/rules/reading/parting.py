@@ -148,20 +148,27 @@ def differing_casts(run: Run, min_share: float, limits: PartingLimits) -> Iterat
 
 
 def _between(modules: Mapping[str, Mapping[str, float | None]], limits: PartingLimits) -> Parting:
-    """Return where passes part whose modules all compute the same: before the first module that gets another input."""
+    """Return where passes part whose modules all compute the same: at the first Linear behind the first other input."""
     names = list(modules)
     why = f"{len(names)} modules compute the same in both"
-    cure = "compare attention, the scales of keys and values that are kept in FP8, masks, positions and the batch of both paths"
     place = next((i for i, name in enumerate(names) if (modules[name].get("input") or 0.0) > limits.max_exact_error), None)
+    what = "between the modules" if place is None else "before all of them"
+    if place:
+        what = f"between {names[place - 1]} and {names[place]}"
+    cure = (
+        f"compare what both paths compute {what}: attention, keys and values that are kept in FP8, masks, positions, noise levels"
+        " or other conditions, and the batch"
+    )
     if place is None:
         why += ": what differs lies between them (attention, sampling, batch)"
         return Parting(module=None, tensor=None, why=why, cure=cure)
-    name, before = names[place], f" after {names[place - 1]}" if place else ""
+    at = next((i for i, name in enumerate(names) if i >= place and modules[name]["training"] is not None), place)
+    differs = modules[names[at]]["input"] or 0.0
     why += (
-        f", and it is the first whose input differs (by {modules[name]['input']:.2g} of its square): what differs lies before it"
-        f"{before}, and is no Linear (attention, a norm, positions)"
+        f", and it is the first whose input differs (by {differs:.2g} of its square): what differs lies {what}, and is no Linear"
+        " (attention, a norm, positions)"
     )
-    return Parting(module=name, tensor="input", why=why, cure=cure, place=place)
+    return Parting(module=names[at], tensor="input", why=why, cure=cure, place=at)
 
 
 def _precisions(modules: Mapping[str, Mapping[str, float | None]], limits: PartingLimits) -> dict[str, tuple[bool, bool]] | None:

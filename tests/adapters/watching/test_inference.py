@@ -102,7 +102,7 @@ def test_what_lies_between_modules_is_told_by_the_first_input_that_differs(tmp_p
 
     finding = only(judged(tmp_path / "run", net("blockwise"), spoil))
     assert (finding.module, finding.gemm, finding.tensor) == ("blocks.1.down", "fprop", "input")
-    assert "it is the first whose input differs (by 4e+02 of its square): what differs lies before it after " in finding.message
+    assert "it is the first whose input differs (by 4e+02 of its square): what differs lies between " in finding.message
 
 
 @pytest.mark.parametrize("part", ["blocks.1.up", "blocks.1", "head"])
