@@ -12,6 +12,7 @@ from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.losses import LEVEL, read_losses
 from fp8debug.rules.reading.nonfinite import (
     IS_POISONED,
     MAX_RESULT,
@@ -46,6 +47,8 @@ _FOREIGN = {
         "look at the optimizer step before: learning rate, gradient norm and clipping, optimizer state; or at the checkpoint",
     ),
 }
+#: Findings that values which have grown beyond every format leave too.
+_OF_OVERFLOW = ("gemm-nonfinite", "nonfinite-scale")
 _CLAMP = (
     "clamp to the format's largest value before the conversion (a saturating cast), and compute the scale from this tensor's own"
     " amax; else BF16 here"
@@ -53,6 +56,10 @@ _CLAMP = (
 _WRITTEN = (
     "clear this operand's buffer before its cast, and check which elements the cast writes (mask, strides, rows and columns"
     " exchanged) and what else writes there; compare its codes with fp8debug.quantize(); else BF16 for this GEMM"
+)
+_CACHED = (
+    "cast the weight anew in each microbatch (is_first_microbatch, the weight cache off), or fill the cache before it is read;"
+    " else BF16 for this module"
 )
 _FILLED = (
     "fill the buffers of codes and scales before the cast (torch.zeros, not torch.empty), and check that it writes the rows which"
@@ -79,6 +86,10 @@ class ZeroTileNan(Rule):
         the operands are so large that it overflows in every format (F125); so
         is the first one of a step that was not sampled, where the run looked there (watch's check_finite), and a result that was
         finite when its GEMM had run and is not when it leaves the module (rows never written, memory used again).
+        Where the FP8 weight of a later microbatch is not finite, though the first one's is, its cached copy is
+        (nonfinite-cached-weight).
+        A result or scale that overflows within 10 steps of a loss above where it began to diverge (F127) is that divergence's
+        consequence, and not reported.
         Where the first NaN came from outside the Linears, or with a weight, no cast is accused: F125 says so, and this rule in
         a run without a loss, as of inference or of an imported log (nonfinite-from-outside, nonfinite-weight). A gradient
         counts there when the next sampled step has it too: loss scaling skips single ones.
@@ -226,7 +237,15 @@ class ZeroTileNan(Rule):
 
     def _of_gemm(self, run: Run, origin: NonfiniteOrigin) -> Finding:
         row = origin.row
-        if origin.count is None and origin.step in run.sampled_steps:
+        site = {key: row[key] for key in ("module", "gemm", "tensor")}
+        name = "gemm-nonfinite"
+        if _is_of_cached_weight(run, row):
+            message = (
+                f"the {row['gemm']} weight is finite in the first microbatch of step {origin.step} and NaN or Inf in a later one:"
+                " its cached FP8 copy was never written, or something else wrote there"
+            )
+            name, cure, site["tensor"] = "nonfinite-cached-weight", _CACHED, "weight"
+        elif origin.count is None and origin.step in run.sampled_steps:
             message = (
                 f"the {row['gemm']} {row['tensor']} that leaves the module holds a NaN or Inf at step {origin.step}; operands,"
                 " casts and what was read of the GEMM's result when it had run were finite: rows that the GEMM did not write,"
@@ -237,11 +256,12 @@ class ZeroTileNan(Rule):
             given = "input and weight were" if row["gemm"] == "fprop" else "grad_output was"
             message = (
                 f"the {row['gemm']} {row['tensor']} holds a NaN or Inf at step {origin.step}, which was not sampled, and {given}"
-                " finite: the cast makes NaN of a block of zeros, the GEMM overflows, or it leaves rows unwritten"
+                " finite: the cast makes NaN of a block of zeros, a scale is NaN or Inf, the GEMM overflows, or it leaves rows"
+                " unwritten"
             )
             cure = (
-                f"sample step {origin.step} (every=1) to see whether cast or GEMM made it: amax_eps=1e-12 for a cast, a cleared"
-                " result buffer for unwritten rows; else BF16 for this GEMM"
+                f"sample step {origin.step} (every=1) to see which: amax_eps=1e-12 for a block of zeros, a scale that is loaded"
+                " or computed before its first use, a cleared result buffer for unwritten rows; else BF16 for this GEMM"
             )
         elif not counts_operands(run, row):
             message = (
@@ -259,15 +279,26 @@ class ZeroTileNan(Rule):
                 f" {origin.step}, and all operands were finite: the GEMM overflows, or its kernel is wrong"
             )
             cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"
-        site = {key: row[key] for key in ("module", "gemm", "tensor")}
-        return Finding(code=self.code, name="gemm-nonfinite", severity=Severity.ERROR, **site, cast=row["cast_name"],
+        return Finding(code=self.code, name=name, severity=Severity.ERROR, **site, cast=row["cast_name"],
                        steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), value=finite(origin.count),
                        threshold=float(self.max_nonfinite), message=message, cure=cure, call_index=row["call_index"] or 0,
                        origin="gemm",
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to codes of another format, some of which are NaN or Inf in the declared one, and so is their GEMM's result."""
+        """Yield to what makes such values.
+
+        Codes of another format are NaN or Inf in the declared one, and so is their GEMM's result. Values that grow without limit
+        from updates out of size (F127) overflow in the end, in every format: a block of zeros does not come from that.
+        """
+        if finding.name in _OF_OVERFLOW and any(
+            f.code == "F127"
+            and f.severity > Severity.INFO
+            and _is_still_up(run, f.steps[0], finding.steps[0])
+            and RULES.get(f.code).holds_beside(f, [finding, *(o for o in others if o is not f)], run)
+            for f in others
+        ):
+            return False
         misread = [part for f in others if f.name in OF_ANOTHER_FORMAT for part in f.sites]
         explained = {(part.module, part.gemm, part.tensor) for part in misread}
         explained |= {(part.module, part.gemm, RESULTS[Gemm(part.gemm)].value) for part in misread if part.gemm}
@@ -286,6 +317,28 @@ def _finite_zeros(run: Run, trace: Trace) -> str | None:
     )
     found = run.sql(query, [trace.module, trace.cast_name]).to_pylist()
     return f"{found[0]['gemm']} {found[0]['tensor']}" if found else None
+
+
+def _is_of_cached_weight(run: Run, row: Mapping[str, Any]) -> bool:
+    """Return whether the weight of a GEMM was finite at the step's first read, and no element of it at the second one.
+
+    The sums of the second read are over pairs of finite elements.
+    """
+    if not run.has("num_reread"):
+        return False
+    query = (
+        "SELECT 1 FROM sites WHERE actual AND reference = 'operand' AND tensor = 'weight' AND module = ? AND gemm = ?"
+        " AND step = ? AND num_reread > 0 AND reread_sum_x2 = 0 AND sum_x2 > 0 AND num_nan + num_inf + num_actual_nonfinite = 0"
+    )
+    return bool(run.sql(query, [row["module"], row["gemm"], row["step"]]).num_rows)
+
+
+def _is_still_up(run: Run, begun: int, step: int) -> bool:
+    """Return whether a loss just before a step lies above all losses up to the step at which a divergence began."""
+    losses = [(s, loss) for s, loss in zip(*read_losses(run), strict=True) if s < step and math.isfinite(loss)]
+    before = [loss for s, loss in losses if s <= begun]
+    after = [loss for s, loss in losses if max(begun, step - LEVEL - 1) < s]
+    return bool(before and after) and max(after) > max(before)
 
 
 def _codes_or_scale(trace: Trace, row: Mapping[str, Any]) -> str:

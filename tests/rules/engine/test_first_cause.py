@@ -11,6 +11,7 @@ import pytest
 from fp8debug.rules import Findings, Severity, triage
 from fp8debug.rules.reading.nonfinite import NonfiniteOrigin, first_poison
 from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, FLUSHED, INPUT, NAN, WEIGHT
+from tests.rules.sick_wholeruns import enlarged
 from tests.synthetic import MODULES, Override, Slots, build
 
 NAMES = [name for name, _, _ in MODULES]
@@ -57,6 +58,36 @@ def test_a_gemm_that_makes_it(tmp_path: Path) -> None:
         "7 of 262144 sampled elements of the fprop output are NaN or Inf at step 40, and all operands"
     )
     assert finding.victims == (*NAMES[:4], NAMES[5])
+
+
+@pytest.mark.parametrize("sum_x2", [0.0, 40.0])
+def test_a_cached_weight_that_is_not_finite(sum_x2: float, tmp_path: Path) -> None:
+    """The second read's sums leave out what is not finite."""
+    result: dict[str, Any] = {"module": CULPRIT, "gemm": "fprop", "tensor": "output"}
+    overflow = Override(**result, reference="exact", steps=(40, 41), slots={"num_actual_nonfinite": 7})
+    read = {"num_reread": 4096, "reread_sum_x2": sum_x2, "reread_sum_err2": 1e-3 * sum_x2}
+    weight = Override(**{**WEIGHT, "gemm": "fprop", "steps": (40, 41)}, slots=read)
+    (finding,) = triage(build(tmp_path / "run", overrides=[overflow, weight, *DOWNSTREAM, RUINED], steps=SICK_LOSS))
+    expected = ("gemm-nonfinite", "output") if sum_x2 else ("nonfinite-cached-weight", "weight")
+    assert (finding.name, finding.tensor, finding.module) == (*expected, CULPRIT)
+    assert "cached FP8 copy" in finding.message or sum_x2
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_overflow_of_a_divergence_is_no_gemms(comes_back: bool, tmp_path: Path) -> None:
+    result: dict[str, Any] = {"module": CULPRIT, "gemm": "fprop", "tensor": "output"}
+    overflow = Override(**result, reference="exact", steps=(40, 41), slots={"num_actual_nonfinite": 7})
+
+    def loss_at(step: int) -> float:
+        low = 2.0 if comes_back and step >= 30 else 25.0
+        return NAN if step >= 40 else low + (5.5 - low) * math.exp(-step / 8)
+
+    row = enlarged(2.0)(40, CULPRIT)
+    steps = {step: {"loss": loss_at(step)} for step in range(100)}
+    plan: dict[str, Any] = {"overrides": [overflow, *DOWNSTREAM, RUINED], "steps": steps, "updates": lambda step, module: row}
+    found = {f.name for f in triage(build(tmp_path / "run", **plan))}
+    assert found & {"updates-out-of-size", "diverges-at-start"}
+    assert ("gemm-nonfinite" in found) is comes_back, "it came back, so that this NaN has a cause of its own"
 
 
 def test_one_that_came_from_outside_the_linears(tmp_path: Path) -> None:
