@@ -12,7 +12,7 @@ from fp8debug.metrics.limits import cast_floor_db
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import Condition, Look, look
-from fp8debug.rules.reading.losses import LEVEL, read_losses
+from fp8debug.rules.reading.losses import read_losses
 from fp8debug.rules.reading.nonfinite import (
     IS_POISONED,
     MAX_RESULT,
@@ -111,6 +111,8 @@ class ZeroTileNan(Rule):
           lmdeploy #3652, ROCm TransformerEngine #737, cache-dit #1097.
         - min_headroom 1.03: of cast-without-clamp, amax over what the scale holds: E4M3 has no Inf, and what rounds beyond 448
           (464 and more, 1.036 times) is NaN where a conversion does not saturate; in E5M2 Inf. Seen in transformers #42775.
+        - divergence_steps 10: steps after a loss above where a divergence began, within which an overflow is its consequence: the
+          level_steps of a divergence. No published basis.
     """
 
     code = "F103"
@@ -121,6 +123,7 @@ class ZeroTileNan(Rule):
 
     max_nonfinite: int = 0
     min_headroom: float = 1.03
+    divergence_steps: int = 10
 
     @property
     def _bad(self) -> Condition:
@@ -294,7 +297,7 @@ class ZeroTileNan(Rule):
         if finding.name in _OF_OVERFLOW and any(
             f.code == "F127"
             and f.severity > Severity.INFO
-            and _is_still_up(run, f.steps[0], finding.steps[0])
+            and _is_still_up(run, f.steps[0], finding.steps[0], self.divergence_steps)
             and RULES.get(f.code).holds_beside(f, [finding, *(o for o in others if o is not f)], run)
             for f in others
         ):
@@ -333,11 +336,11 @@ def _is_of_cached_weight(run: Run, row: Mapping[str, Any]) -> bool:
     return bool(run.sql(query, [row["module"], row["gemm"], row["step"]]).num_rows)
 
 
-def _is_still_up(run: Run, begun: int, step: int) -> bool:
-    """Return whether a loss just before a step lies above all losses up to the step at which a divergence began."""
+def _is_still_up(run: Run, begun: int, step: int, num: int) -> bool:
+    """Return whether one of so many losses before a step lies above all losses up to the step at which a divergence began."""
     losses = [(s, loss) for s, loss in zip(*read_losses(run), strict=True) if s < step and math.isfinite(loss)]
     before = [loss for s, loss in losses if s <= begun]
-    after = [loss for s, loss in losses if max(begun, step - LEVEL - 1) < s]
+    after = [loss for s, loss in losses if max(begun, step - num - 1) < s]
     return bool(before and after) and max(after) > max(before)
 
 
