@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.parting import PartingLimits, differing_casts, parting
+from fp8debug.rules.reading.parting import PartingLimits, parting, quiet_differences
 from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ class InferenceDiffers(Rule, PartingLimits):
         Where the logits differ by no more than noise: other-precision, information: a module runs in FP8 in one path and in
         high precision in the other, while both run other modules in FP8 (a list of exceptions that matches other names than
         were meant). rounded-before-cast, information: both cast the weights to FP8, inference after an export in BF16, which
-        changes codes near the ties; the difference grows as updates become smaller than BF16's spacing.
+        changes codes near the ties; the difference grows as updates become smaller than BF16's spacing. other-weight, a warning:
+        a weight is not training's, beyond what a cast to FP8 or BF16 makes of it, while those of most modules are (one that is
+        not synchronized; where all differ, inference may have an earlier step's or their average on purpose).
 
     Why it matters
         Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
@@ -123,11 +125,14 @@ class InferenceDiffers(Rule, PartingLimits):
                           cure=part.cure or self.cure)  # fmt: skip
 
     def _quiet(self, run: Run) -> Iterable[Finding]:
-        """Return what the two paths do otherwise while their logits hardly differ, as information."""
+        """Return what the two paths do otherwise while their logits hardly differ: as information, but for a weight."""
         steps = run.sql("SELECT min(step) AS first, max(step) AS last FROM events WHERE kind = 'inference'").to_pylist()[0]
-        for name, part in differing_casts(run, self.min_share, self):
-            yield Finding(code=self.code, name=name, severity=Severity.INFO, steps=(steps["first"], steps["last"]),
-                          ranks=tuple(run.ranks), message=part.why, module=part.module, gemm="fprop", tensor=part.tensor,
+        for name, part in quiet_differences(run, self.min_share, self):
+            severity, message = Severity.INFO, part.why
+            if name == "other-weight":
+                severity, message = Severity.WARNING, f"{part.module} in inference: {part.why}; the logits hardly show it"
+            yield Finding(code=self.code, name=name, severity=severity, steps=(steps["first"], steps["last"]),
+                          ranks=tuple(run.ranks), message=message, module=part.module, gemm="fprop", tensor=part.tensor,
                           call_index=part.place, cure=part.cure or self.cure)  # fmt: skip
 
     @staticmethod

@@ -234,9 +234,14 @@ def test_inference_that_is_suddenly_further_away(tmp_path: Path) -> None:
     ({"a": (0.0, 1e-3, 1e-3), "head": (0.0, 0.0, 0.0)}, None, ""),  # a head in BF16 in both
     ({"a": (2.7e-6, 1e-3, 0.0), "b": (2.7e-6, 1e-3, 0.0)}, None, ""),  # an export in BF16, served so
     ({"a": (0.0, 1e-3, 3e-5), "b": (0.0, 1e-3, 1e-3)}, None, ""),  # neither in FP8 nor exact
+    ({"a": (0.0, 1e-3, 1e-3), "b": (7e-4, 1e-3, 1e-3)}, None, ""),  # an engine that keeps one weight in FP8
+    ({"a": (2e-2, 1e-3, 1e-3), "b": (1e-3, 1e-3, 1e-3), "c": (3e-2, 1e-3, 1e-3)}, None, ""),  # weights of an earlier step
+    ({"a": (0.0, 1e-3, 1e-3), "b": (0.0, 1e-3, 1e-3), "c": (2e-2, 1e-3, 1e-3)}, "other-weight", "2 other modules have"),
+    ({"a": (7e-4, 1e-3, 1e-3), "b": (2e-2, 1e-3, 1e-3), "c": (7e-4, 1e-3, 1e-3)}, "other-weight", "b in inference: its weight"),
+    ({"a": (0.0, 1e-3, 1e-3), "embed": (2e-3, None, None), "c": (0.0, 1e-3, 1e-3)}, "other-weight", "embed in inference"),
 ])  # fmt: skip
 def test_paths_that_run_other_modules_in_fp8(
-    tmp_path: Path, modules: dict[str, tuple[float, float, float]], name: str | None, words: str
+    tmp_path: Path, modules: dict[str, tuple[float, float | None, float | None]], name: str | None, words: str
 ) -> None:
     measures = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")]
     rows = {
@@ -245,7 +250,8 @@ def test_paths_that_run_other_modules_in_fp8(
     text = json.dumps({"measures": [*measures, "rows"], "modules": rows})
     events = [(step, "inference", None, text) for step in (40, 60, 80)]
     found = triage(build(tmp_path / "run", steps=sick.compared(1e-4, 1e-5), events=events))
-    assert [(f.code, f.name, f.severity, f.steps) for f in found] == ([("F122", name, Severity.INFO, (40, 80))] if name else [])
+    severity = Severity.WARNING if name == "other-weight" else Severity.INFO
+    assert [(f.code, f.name, f.severity, f.steps) for f in found] == ([("F122", name, severity, (40, 80))] if name else [])
     assert all(words in f.message for f in found)
 
 

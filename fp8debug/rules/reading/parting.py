@@ -122,17 +122,17 @@ def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting 
             " which differs from them, check that it moves: in BF16 what a step adds to it rounds away, in FP32 it does not"
         )
         return Parting(module=None, tensor=None, why=why, cure=cure)
-    found = _explained(name, names.index(name), modules[name], limits)
+    found = _explained(name, names.index(name), modules[name], limits, part)
     more = f"; so {'is that' if len(same) == 1 else 'are those'} of {len(same)} more" if same else ""
     return replace(found, why=found.why + more)
 
 
-def differing_casts(run: Run, min_share: float, limits: PartingLimits) -> Iterator[tuple[str, Parting]]:
-    """Yield how the casts of the two paths differ, by the name of the finding, where this need not move the logits.
+def quiet_differences(run: Run, min_share: float, limits: PartingLimits) -> Iterator[tuple[str, Parting]]:
+    """Yield how weights and casts of the two paths differ, by the name of the finding, where this need not move the logits.
 
     ``other-precision``: one path runs a module in FP8 and the other does not, where both run other modules in FP8 (a path
     that has no FP8 at all is another recipe, not another list of modules). ``rounded-before-cast``: weights are in inference
-    what BF16 makes of training's, where both paths cast them to FP8.
+    what BF16 makes of training's, where both paths cast them to FP8. ``other-weight``: a few weights are not training's.
 
     Args:
         run: a run.
@@ -141,7 +141,7 @@ def differing_casts(run: Run, min_share: float, limits: PartingLimits) -> Iterat
     """
     query = "SELECT message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
     compared = [modules for modules in (_modules(row["message"]) for row in run.sql(query).to_pylist()) if modules]
-    for name, look in (("other-precision", _other_precision), ("rounded-before-cast", _rounded)):
+    for name, look in (("other-precision", _other_precision), ("rounded-before-cast", _rounded), ("other-weight", _other_weight)):
         found = [part for modules in compared if (part := look(modules, limits)) is not None]
         if found and len(found) >= min_share * len(compared):
             yield name, found[0]
@@ -221,6 +221,33 @@ def _rounded(modules: dict[str, dict[str, float | None]], limits: PartingLimits)
     return Parting(module=name, tensor="weight", why=why, cure=cure, place=list(modules).index(name))
 
 
+def _other_weight(modules: dict[str, dict[str, float | None]], limits: PartingLimits) -> Parting | None:
+    """Return the first of a few modules whose weight is another one than training's, beyond what a cast to FP8 or BF16 makes.
+
+    Where all weights differ, inference has those of an earlier step or their average, as it may be meant.
+    """
+    known = [name for name, m in modules.items() if m["weight"] is not None]
+    other = [name for name in known if not _is_same_weight(modules[name], limits)]
+    if not other or len(other) > limits.max_alike * len(known):
+        return None
+    place = list(modules).index(other[0])
+    found = _explained(other[0], place, modules[other[0]], limits, "weight")
+    more = f"; so {'is that' if len(other) == 2 else 'are those'} of {len(other) - 1} more" if len(other) > 1 else ""
+    return replace(found, why=f"{found.why}{more}, and {len(known) - len(other)} other modules have training's")
+
+
+def _is_same_weight(m: Mapping[str, float | None], limits: PartingLimits) -> bool:
+    """Return whether a weight is training's, or what a cast makes of it."""
+    return (m["weight"] or 0.0) <= limits.max_exact_error or _is_fp8_of(m, limits)
+
+
+def _is_fp8_of(m: Mapping[str, float | None], limits: PartingLimits) -> bool:
+    """Return whether a weight differs as by rounding it to FP8; embeddings and norms have no GEMM that it would be cast for."""
+    value, gain = m["weight"] or 0.0, m["weight_gain"]
+    is_near = gain is not None and abs(gain - 1) < limits.max_rounded_gain and m["training"] is not None
+    return is_near and limits.min_fp8_error <= value <= limits.max_fp8_error
+
+
 def _modules(message: str) -> dict[str, dict[str, float | None]] | None:
     """Return the measures by module of an event's text; None for one that is no such text."""
     try:
@@ -260,9 +287,8 @@ def _is_scale(measures: Mapping[str, float | None], part: str, limits: PartingLi
     return gain is not None and abs(gain - 1) > limits.max_gain and value - (gain - 1) ** 2 < limits.max_shape * value
 
 
-def _explained(name: str, place: int, m: Mapping[str, float | None], limits: PartingLimits) -> Parting:
-    """Return the cause of one module's own difference, by its largest part."""
-    part = _part(m, limits)
+def _explained(name: str, place: int, m: Mapping[str, float | None], limits: PartingLimits, part: str) -> Parting:
+    """Return the cause of one part of a module's own difference."""
     value, gain, is_scale = m[part] or 0.0, m[f"{part}_gain"], _is_scale(m, part, limits)
     if part == "bias":
         what = "is left out" if gain == 0 else "is not training's"
@@ -272,9 +298,7 @@ def _explained(name: str, place: int, m: Mapping[str, float | None], limits: Par
         if is_scale:
             why = f"its weight is {gain:.4g} times training's in inference"
             cure = "a scale is applied twice, left out or inverted: compare this weight's scale in both paths"
-        elif (
-            limits.min_fp8_error <= value <= limits.max_fp8_error and gain is not None and abs(gain - 1) < limits.max_rounded_gain
-        ):
+        elif _is_fp8_of(m, limits):
             why = f"its weight differs from training's by {value:.2g} of its square, as much as rounding it to FP8 makes"
             cure = "serve this module in the precision that training has for it, or train it in that of inference"
         else:
