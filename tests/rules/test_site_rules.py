@@ -188,6 +188,9 @@ def test_a_program_with_a_history_of_its_own_clips_for_a_step(tmp_path: Path) ->
     assert triage(build(tmp_path / "healthy", overrides=[*history, scaled(1.4, 0.0005, (50, 51))])) == []
     told = triage(build(tmp_path / "sick", overrides=[*history, scaled(1.4, 0.03, (50, 51))]))
     assert {f.code for f in told} == {"F113"} and told[0].severity == Severity.ERROR
+    first = {"scale_inv_min": lambda row: row["amax"] / 448 / 2, "num_tensors": 2}  # two microbatches before there is a history
+    first_step = Override(**{**INPUT, "module": "*", "gemm": None, "steps": (0, 1)}, slots=first)
+    assert triage(build(tmp_path / "micro", overrides=[*history, first_step, scaled(1.4, 0.0005, (50, 51))])) == []
     part = [scaled(1.1, 0.0005, step) for step in steps]  # an amax of a part of the tensor never exceeds the tensor's
     assert {f.code for f in triage(build(tmp_path / "part", overrides=part))} >= {"F113"}
 

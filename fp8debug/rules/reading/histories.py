@@ -55,7 +55,9 @@ def _operands(run: Run, most: float, least: float, share: float) -> frozenset[Op
     rows = run.sql(
         f"SELECT module, gemm, tensor, cast_name, {moves} AND max(CASE WHEN {is_larger} THEN 1 ELSE 0 END) = 1 AS is_shown"
         f" FROM sites WHERE actual AND reference = 'operand' AND scale_inv_min > 0 AND NOT {IS_DELAYED}"
-        f" GROUP BY module, gemm, tensor, cast_name HAVING min(CASE WHEN {ONE_SCALE} THEN 1 ELSE 0 END) = 1"
+        # Of several microbatches each may have a scale of its own, as at the first step, before there is a history.
+        f" GROUP BY module, gemm, tensor, cast_name HAVING min(CASE WHEN {ONE_SCALE} OR num_tensors > 1 THEN 1 ELSE 0 END) = 1"
+        f" AND avg(CASE WHEN {ONE_SCALE} THEN 1 ELSE 0 END) >= {share}"
     ).to_pylist()
     kinds: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for row in rows:
