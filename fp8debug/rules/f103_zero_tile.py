@@ -18,6 +18,7 @@ from fp8debug.rules.reading.nonfinite import (
     MAX_RESULT,
     POISONED,
     NonfiniteOrigin,
+    cannot_overflow,
     counts_nonfinite,
     counts_operands,
     first_poison,
@@ -83,9 +84,11 @@ class ZeroTileNan(Rule):
         blocks that stay zero are healthy. Whether the codes or the scale of a zero block are NaN shows where fewer elements than
         a block has are hit; else a dump of the operand tells, which the message names.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite, unless
-        the operands are so large that it overflows in every format (F125); so
-        is the first one of a step that was not sampled, where the run looked there (watch's check_finite), and a result that was
-        finite when its GEMM had run and is not when it leaves the module (rows never written, memory used again).
+        the operands are so large that it overflows in every format (F125). In the backward pass, where loss scaling skips steps
+        that overflow, it counts when the loss is lost too, or when the operands are too small to overflow: amax times amax times
+        the length of the sum is less than half of FP16's largest value. So is the first one of a step that was not sampled,
+        where the run looked there (watch's check_finite), and a result that was finite when its GEMM had run and is not when it
+        leaves the module (rows never written, memory used again).
         Where the FP8 weight of a later microbatch is not finite, though the first one's is, its cached copy is
         (nonfinite-cached-weight).
         A result or scale that overflows within 10 steps of a loss above where it began to diverge (F127) is that divergence's
@@ -277,9 +280,12 @@ class ZeroTileNan(Rule):
         else:
             # An imported log tells that there are some, of a number that it does not know.
             number = "" if "nominal_numel" in run.manifest else f"{origin.count} of {row['numel']} sampled "
+            why = "the GEMM overflows, or its kernel is wrong"
+            if cannot_overflow(run, row):
+                why = "they are too small to overflow, so that its kernel is wrong or leaves rows unwritten"
             message = (
                 f"{number}elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"
-                f" {origin.step}, and all operands were finite: the GEMM overflows, or its kernel is wrong"
+                f" {origin.step}, and all operands were finite: {why}"
             )
             cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"
         return Finding(code=self.code, name=name, severity=Severity.ERROR, **site, cast=row["cast_name"],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.reading.bounds import contracted_length
 from fp8debug.rules.reading.conditions import Look
 from fp8debug.rules.reading.prefilter import bad_rows, may_have, source
 from fp8debug.types import RESULTS as _RESULTS
@@ -45,6 +46,8 @@ _BETWEEN = (
 )
 #: A GEMM of operands whose largest possible result is beyond this may overflow in FP32 and BF16.
 MAX_RESULT = 3e38
+#: Half of FP16's largest value: a cast changes an element by 1/16 at most.
+_FP16_RESULT = 65504 / 2
 #: SQL predicate: an operand that holds NaN or Inf before its cast.
 IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 #: Operands that hold NaN or Inf before their casts, and what a rule over them reads.
@@ -233,7 +236,7 @@ def _first_sampled(run: Run) -> NonfiniteOrigin | None:
         maker = _overflowing(run, row) if kind == "outside" and not is_backward else None
         if maker is not None:
             row, kind = maker, "gemm"
-        if kind == "cast" or follows or not is_backward:
+        if kind == "cast" or follows or not is_backward or (kind == "gemm" and cannot_overflow(run, row)):
             row = {**row, "ranks": _sick_ranks(run, row)}
             later = [r for r in rows if r["reference"] == "operand" and r["num_nan"] + r["num_inf"] and is_after(row, r)]
             return NonfiniteOrigin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
@@ -269,6 +272,22 @@ def largest_product(run: Run, row: Mapping[str, Any]) -> float:
     )
     found = run.sql(query, [row["step"], row["module"], row["gemm"]]).to_pylist()
     return math.prod(r["amax"] or 0.0 for r in found) * _length(run, row["module"]) if len(found) > 1 else 0.0
+
+
+def cannot_overflow(run: Run, row: Mapping[str, Any]) -> bool:
+    """Return whether a GEMM's operands, all finite, are so small that no sum of their products leaves FP16's range.
+
+    A result that is NaN or Inf none the less was not computed from them. With a loss scale gradients may be as large as that.
+    """
+    length = contracted_length(run, row["module"], row["gemm"])
+    if length is None or row["num_nan"] is None or not counts_operands(run, row):
+        return False
+    query = (
+        "SELECT tensor, max(amax) AS amax FROM sites WHERE step = ? AND module = ? AND gemm = ? AND reference = 'operand'"
+        " GROUP BY tensor"
+    )
+    found = run.sql(query, [row["step"], row["module"], row["gemm"]])["amax"].to_pylist()
+    return len(found) == 2 and None not in found and math.prod(found) * length <= _FP16_RESULT
 
 
 def _length(run: Run, module: str) -> int:

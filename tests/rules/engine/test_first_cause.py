@@ -47,6 +47,18 @@ def test_a_cast_that_makes_it(tmp_path: Path) -> None:
     assert found.before == NAMES[3]
 
 
+@pytest.mark.parametrize("amax", [1e-3, 300.0])
+def test_a_backward_gemm_that_loss_scaling_does_not_explain(tmp_path: Path, amax: float) -> None:
+    """Operands of 1e-3 cannot overflow in FP16, so that a step which was skipped is no excuse."""
+    gemm: dict[str, Any] = {"module": CULPRIT, "gemm": "dgrad", "steps": (40, 41)}
+    operands = Override(**gemm, reference="operand", slots={"amax": amax})
+    made = Override(**gemm, tensor="grad_input", reference="shadow", slots={"num_actual_nonfinite": 7})
+    findings = triage(build(tmp_path / "run", overrides=[operands, made]))
+    expected = [("F103", "gemm-nonfinite", CULPRIT, "dgrad", "grad_input")] if amax < 1 else []
+    assert [(f.code, f.name, f.module, f.gemm, f.tensor) for f in findings] == expected
+    assert all("too small to overflow, so that its kernel is wrong" in f.message for f in findings)
+
+
 def test_a_gemm_that_makes_it(tmp_path: Path) -> None:
     result: dict[str, Any] = {"module": CULPRIT, "gemm": "fprop", "tensor": "output"}
     overflow = Override(**result, reference="exact", steps=(40, 41), slots={"num_actual_nonfinite": 7})
