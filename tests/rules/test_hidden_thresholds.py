@@ -81,7 +81,9 @@ FACTS = {
     "reading/misread.py": {"DATA_FORMATS": "bits", "_POINTS": "points of a sum", "_SAME": "FP32's rounding"},
     "reading/model_structure.py": {"numbered": "a group has two members"},
     "reading/movements.py": {"_DEVIATIONS": "of a Gaussian", "Movements.words.more": "length of a message"},
-    "reading/nonfinite.py": {"NEXT_STEPS": "the step after", "MAX_RESULT": "the largest of FP32 and BF16"},
+    "reading/nonfinite.py": {
+        "NEXT_STEPS": "the step after", "MAX_RESULT": "the largest of FP32 and BF16", "_FP16_RESULT": "the largest of FP16",
+    },
     "reading/outlier_spread.py": {"_CHUNK": "rows of a batch"},
     "reading/prefilter.py": {"SMALL": "rows of a query", "BATCH": "rows of a batch", "MAX_HISTOGRAMS": "rows in memory"},
     "reading/stored_scales.py": {"_ROUNDED, _ROUNDED_SUBNORMAL": "rounding of E4M3"},
