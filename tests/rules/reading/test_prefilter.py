@@ -145,7 +145,7 @@ def test_a_clean_large_run_is_read_in_few_passes(
     monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
     write(tmp_path / "run", Plan(num_steps=400, every=10, world_size=2, recipe=recipe))
     assert triage(tmp_path / "run").verdict == "ok"
-    of_rows = [query for query in queries if re.search(r"FROM \(?(raw|sites)", query)]
+    of_rows = [query for query in queries if re.search(r"FROM \(?(raw|sites)\b", query)]
     passes = [query for query in of_rows if not re.search(r"step (=|>=? [1-9?]|IN)|LIMIT 1$", query)]
     assert len(passes) <= num, "\n".join(passes)
 
