@@ -266,12 +266,8 @@ def poisoned_after(run: Run, finding: Finding) -> tuple[str, ...]:
 
 def largest_product(run: Run, row: Mapping[str, Any]) -> float:
     """Return how large an element of a GEMM's result can be, by the amax of its operands and the length of the sum."""
-    query = (
-        "SELECT tensor, max(amax) AS amax FROM sites WHERE step = ? AND module = ? AND gemm = ? AND reference = 'operand'"
-        " GROUP BY tensor"
-    )
-    found = run.sql(query, [row["step"], row["module"], row["gemm"]]).to_pylist()
-    return math.prod(r["amax"] or 0.0 for r in found) * _length(run, row["module"]) if len(found) > 1 else 0.0
+    amaxes = _amaxes(run, row)
+    return math.prod(amax or 0.0 for amax in amaxes) * _length(run, row["module"]) if len(amaxes) > 1 else 0.0
 
 
 def cannot_overflow(run: Run, row: Mapping[str, Any]) -> bool:
@@ -282,12 +278,19 @@ def cannot_overflow(run: Run, row: Mapping[str, Any]) -> bool:
     length = contracted_length(run, row["module"], row["gemm"])
     if length is None or row["num_nan"] is None or not counts_operands(run, row):
         return False
+    amaxes = _amaxes(run, row)
+    known = [amax for amax in amaxes if amax is not None]
+    return len(known) == len(amaxes) == 2 and math.prod(known) * length <= _FP16_RESULT
+
+
+def _amaxes(run: Run, row: Mapping[str, Any]) -> list[float | None]:
+    """Return the largest magnitude of each recorded operand of a row's GEMM."""
     query = (
         "SELECT tensor, max(amax) AS amax FROM sites WHERE step = ? AND module = ? AND gemm = ? AND reference = 'operand'"
         " GROUP BY tensor"
     )
-    found = run.sql(query, [row["step"], row["module"], row["gemm"]])["amax"].to_pylist()
-    return len(found) == 2 and None not in found and math.prod(found) * length <= _FP16_RESULT
+    amaxes: list[float | None] = run.sql(query, [row["step"], row["module"], row["gemm"]])["amax"].to_pylist()
+    return amaxes
 
 
 def _length(run: Run, module: str) -> int:
