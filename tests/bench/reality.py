@@ -11,7 +11,6 @@ import contextlib
 import io
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tests.bench.situations import OUTCOMES, SITUATIONS, Situation, outcome
+from tests.bench.situations import SITUATIONS, Situation, outcome, print_counts, print_diagnosis
 from tests.bench.situations.stack import diagnosis
 
 
@@ -33,12 +32,7 @@ def judged(one: Situation, *, verbose: bool = False) -> str:
         clean = diagnosis(Path(folder) / "clean") if (Path(folder) / "clean").exists() else []
         assert found.classification is not None
         if verbose:
-            print(f"  {found.classification['class']}/{found.classification['cause']}: {found.classification['what']}")
-            for f in found:
-                print(f"  {f.code} {f.name} {f.severity} {f.module} {f.gemm} {f.tensor} also {f.also}")
-                print(f"    {f.message}\n    cure: {f.cure}")
-            for f in clean:
-                print(f"  clean: {f.code} {f.severity} {f.module} {f.gemm} {f.tensor}: {f.message}")
+            print_diagnosis(found, found.classification, clean)
         return outcome(found, found.classification, clean, one.expected)
 
 
@@ -68,9 +62,7 @@ def main() -> None:
                 print(f"{one.name:26} {one.reference:42} first {one.first:12} now {now}", flush=True)
     if options.markdown:
         print(table(results))
-    for name, when in (("first sight", [one.first for one, _ in results]), ("now", [now for _, now in results])):
-        counts = Counter(when)
-        print(f"{name}: " + ", ".join(f"{counts[key]} {key}" for key in OUTCOMES if counts[key]), file=sys.stderr)
+    print_counts([(one.first, now) for one, now in results])
 
 
 if __name__ == "__main__":

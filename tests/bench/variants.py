@@ -12,7 +12,6 @@ import io
 import sys
 import tempfile
 import time
-from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch
 import fp8debug
 from tests.bench.relatives import VARIANTS, Variant
 from tests.bench.relatives.stack import NOW
-from tests.bench.situations import OUTCOMES, outcome
+from tests.bench.situations import outcome, print_counts, print_diagnosis
 
 
 def judged(one: Variant, *, verbose: bool = False) -> str:
@@ -39,12 +38,7 @@ def judged(one: Variant, *, verbose: bool = False) -> str:
         clean = fp8debug.triage(folder / "clean") if (folder / "clean").exists() else []
     assert found.classification is not None
     if verbose:
-        print(f"  {found.classification['class']}/{found.classification['cause']}: {found.classification['what']}")
-        for f in found:
-            print(f"  {f.code} {f.name} {f.severity} {f.module} {f.gemm} {f.tensor} also {f.also}")
-            print(f"    {f.message}\n    cure: {f.cure}")
-        for f in clean:
-            print(f"  clean: {f.code} {f.severity} {f.module} {f.gemm} {f.tensor}: {f.message}")
+        print_diagnosis(found, found.classification, clean)
     return outcome(found, found.classification, clean, one.expected)
 
 
@@ -62,9 +56,7 @@ def main() -> None:
             now = judged(one, verbose=options.verbose)
             results.append((one.first, now))
             print(f"{one.kind:6} {one.name:40} first {one.first:12} now {now:12} {time.process_time() - begun:.1f} s", flush=True)
-    for title, outcomes in (("first sight", [first for first, _ in results]), ("now", [now for _, now in results])):
-        counts = Counter(outcomes)
-        print(f"{title}: " + ", ".join(f"{counts[key]} {key}" for key in OUTCOMES if counts[key]), file=sys.stderr)
+    print_counts(results)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +85,23 @@ def situation(
         return record
 
     return add
+
+
+def print_diagnosis(findings: Sequence[Finding], classification: Mapping[str, Any], clean: Sequence[Finding]) -> None:
+    """Print what triage said of a run, and of its healthy twin."""
+    print(f"  {classification['class']}/{classification['cause']}: {classification['what']}")
+    for f in findings:
+        print(f"  {f.code} {f.name} {f.severity} {f.module} {f.gemm} {f.tensor} also {f.also}")
+        print(f"    {f.message}\n    cure: {f.cure}")
+    for f in clean:
+        print(f"  clean: {f.code} {f.severity} {f.module} {f.gemm} {f.tensor}: {f.message}")
+
+
+def print_counts(results: Sequence[tuple[str, str]]) -> None:
+    """Print how often each outcome came, at first sight and now, to stderr."""
+    for title, outcomes in (("first sight", [first for first, _ in results]), ("now", [now for _, now in results])):
+        counts = Counter(outcomes)
+        print(f"{title}: " + ", ".join(f"{counts[key]} {key}" for key in OUTCOMES if counts[key]), file=sys.stderr)
 
 
 def outcome(findings: Sequence[Finding], classification: Mapping[str, Any], clean: Sequence[Finding], right: Expected) -> str:
