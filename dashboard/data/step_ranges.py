@@ -31,7 +31,7 @@ def cell_width_of(run: Run, first: int, last: int, most: int) -> int:
 
 
 def turns_of(run: Run) -> int:
-    """Return in how many sampled steps a compiled module was recorded once; 1 where modules take no turns."""
+    """Return in how many sampled steps a module was recorded once; 1 where modules take no turns."""
     return max(1, run.manifest.get("turns") or 1)
 
 

@@ -127,6 +127,7 @@ class Settings:
         check_finite: whether steps that are not sampled are searched for their first NaN or Inf too, in the forward and the
             backward pass; None is yes for tensors on a CPU.
         inference: passes without gradients are recorded, and no others; otherwise the reverse.
+        turns: sampled steps in which each module is recorded once, the first sampled step apart.
     """
 
     every: int = 10
@@ -135,6 +136,7 @@ class Settings:
     plain_recipe: Recipe
     check_finite: bool | None = None
     inference: bool = False
+    turns: int = 1
 
     @property
     def rows_per_module(self) -> int:
@@ -225,6 +227,8 @@ class Observer:
         ] = {}  # whether the pass that runs once more adds to gradients, by the id of a parameter's alias
         self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass
         self.num_modules = 0
+        self._places: dict[str, int] = {}  # of modules in the order of their turns
+        self._first_sampled = -1  # count of the first sampled step that called a module
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
         self.modules_recomputed: dict[str, str] = {}  # those that a backward pass recomputed, and how (docs/backends.md)
@@ -267,6 +271,26 @@ class Observer:
     def takes_pass(self) -> bool:
         """True if the forward pass under way is of the kind that is recorded: with gradients, or for inference without."""
         return torch.is_grad_enabled() is not self.settings.inference
+
+    def add_module(self, module: str) -> int:
+        """Take note of what records a module; return its number."""
+        self._places.setdefault(module, len(self._places))
+        self.num_modules += 1
+        return self.num_modules - 1
+
+    def has_turn(self, module: str) -> bool:
+        """Return whether a module is recorded in the sampled step under way: in the first one, and then in turn.
+
+        Neighbours have theirs together. The step's number decides, so that all ranks record the same modules.
+        """
+        turns = self.settings.turns
+        if turns == 1:
+            return True
+        if self._first_sampled in (-1, self.step_count):
+            self._first_sampled = self.step_count
+            return True
+        place = self._places[module] * turns // len(self._places)
+        return (place + self.step // self.settings.every) % turns == 0
 
     @property
     def has_rows(self) -> bool:

@@ -64,8 +64,7 @@ class Probe(StepState):
         self.call_index = -1
         self.layout: ShardLayout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
         self._lines = RowAllocator(observer, module)
-        self._number = observer.num_modules
-        observer.num_modules += 1
+        self._number = observer.add_module(module)
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, Keys, Keys]] = {}
         self._num_reads: dict[Gemm, int] = {}  # of a weight in this step, after the first
@@ -103,8 +102,8 @@ class Probe(StepState):
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
 
-        It is not when the step is not sampled, when gradients are off (evaluation; where inference is recorded, when they are
-        on), or when it is the recomputation of a checkpointed forward that was seen already.
+        It is not when the step is not sampled or the module waits for its turn, when gradients are off (evaluation; where
+        inference is recorded, when they are on), or when it is the recomputation of a checkpointed forward that was seen already.
         """
         self.observer.deferred_release.release_some()
         if not self.observer.takes_pass or self.observer.in_shape_inference:
@@ -113,7 +112,24 @@ class Probe(StepState):
             self.observer.before_inference(self.module)
         else:
             self.observer.before_forward()
-        return self.observer.sampling and self._begin() is True
+        if not self.observer.sampling:
+            return False
+        if not self.takes_step:
+            self._wait()
+            return False
+        return self._begin() is True
+
+    @property
+    def takes_step(self) -> bool:
+        """True if the module is recorded in the step under way: one that is sampled, and in which it has its turn."""
+        observer = self.observer
+        return observer.sampling and (observer.repeats_forward or observer.has_turn(self.module))
+
+    def _wait(self) -> None:
+        """Take note of a call that is not recorded because the module has no turn."""
+        self.observer.modules_called.add(self.module)
+        if self.observer.begun.modules is not None:  # a compiled module is not repeated for it
+            self.observer.begun.modules.add(self.module)
 
     @isolated_without_ops
     def _begin(self) -> bool:
@@ -191,7 +207,7 @@ class Probe(StepState):
         wanted, observer = self.observer.settings.check_finite, self.observer
         if observer.is_off or observer.in_shape_inference:
             return False
-        return bool(wanted or (wanted is None and (observer.sampling or x.device.type == "cpu")))
+        return bool(wanted or (wanted is None and (self.takes_step or x.device.type == "cpu")))
 
     @isolated
     def _check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:

@@ -406,7 +406,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", "repeat", "as_is", "eager"),
         help="repeat sampled calls of compiled modules to record them, or run sampled steps without compiling (default: auto)",
     )
-    add("--turns", metavar="N", type=int, help="repeat each compiled module in one of N sampled steps")
+    add("--turns", metavar="N", type=int, help="record each module in one of N sampled steps")
     add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
     add(

@@ -184,6 +184,16 @@ def test_each_weight_of_all_experts(tmp_path: Path, version: int, capsys: pytest
     assert entry["fast_accum"] == (["fprop", "dgrad"] if version == 1 else [])
 
 
+def test_weights_of_one_module_take_turns(tmp_path: Path) -> None:
+    expected, net = train(Model().bfloat16(), steps=4), Model().bfloat16()
+    with fp8debug.watch(net, tmp_path / "run", every=1, what_if=(), turns=3) as watch:
+        assert same(train(net, watch, steps=4), expected)
+    run = fp8debug.Run(tmp_path / "run")
+    for step, module in ((1, "w3"), (2, "w2"), (3, "w1")):
+        found = {(row["module"], row["gemm"], row["tensor"]) for row in rows(run, f"step = {step}")}
+        assert found == {(f"experts.{module}", *site) for site in SEVEN}
+
+
 def test_an_expert_that_loses_its_tokens_is_found(tmp_path: Path) -> None:
     net = Model().bfloat16()
     with fp8debug.watch(net, tmp_path / "run", every=1, what_if=()) as watch:

@@ -96,8 +96,9 @@ class GroupedCallObserver:
             )
             return
         for (node, name), gemm in zip(found, gemms, strict=True):
-            if name in self.probes:
-                self._one(self.probes[name], node, gemm)
+            probe = self.probes.get(name)
+            if probe is not None and probe.takes_step:
+                self._one(probe, node, gemm)
 
     def _say(self, text: str) -> None:
         for probe in self.probes.values():

@@ -55,8 +55,6 @@ def _check_compiled(compiled: Any, turns: Any) -> None:
         raise UsageError(f"compiled must be 'auto', 'repeat', 'as_is' or 'eager', got {compiled!r}")
     if turns is not None and (not isinstance(turns, int) or isinstance(turns, bool) or turns < 1):
         raise UsageError(f"turns must be a whole number, 1 or more, got {turns!r}")
-    if turns is not None and compiled not in ("auto", "repeat"):
-        raise UsageError(f"turns are those of compiled='auto' and 'repeat', got turns={turns} with compiled={compiled!r}")
 
 
 def check_inference(inference: Any, target: object, **of_training: Any) -> None:

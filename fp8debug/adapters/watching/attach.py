@@ -119,9 +119,9 @@ def watch(
             graph of its forward, and one module after the other in turn. ``repeat`` repeats all that it can, at each sampled
             step, code between graphs too. ``as_is`` records Fp8Linear alone there. ``eager`` runs sampled steps without
             torch.compile, in eager arithmetic.
-        turns: sampled steps in which each compiled module is repeated once: after the first one, which repeats all, a sampled
-            step repeats one in so many; the others have no rows at that step. By default 1 of ``repeat``, and of ``auto`` the
-            number of compiled modules, at least 8.
+        turns: sampled steps in which each module is recorded once: after the first one, which records all, a sampled step
+            records one in so many, neighbours together, at so much less of its cost; the others have no rows at that step. By
+            default 1, but of compiled modules that ``auto`` repeats their number, at least 8.
         ranks: which global ranks record, rank 0 among them, or ``all``; by default all of up to 16, else those of the first
             data-parallel replica. The others begin when they see a loss, gradient norm or GEMM that is not finite.
         budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan
@@ -155,6 +155,7 @@ def watch(
         plain_recipe=recipe_of(plain_recipe),
         check_finite=check_finite,
         inference=inference,
+        turns=turns or 1,
     )
     check_ranks(ranks)
     for told in list(on_watch):
@@ -186,7 +187,7 @@ def watch(
         "fp8debug_version": __version__,
         "every": every,
         "inference": inference,
-        "turns": 1,
+        "turns": settings.turns,
         "planned": manifest_entry(volume),
         "ranks": ranks_entry(ranks, world_size, volume.ranks),
         "shadow_rows": settings.shadow_rows,

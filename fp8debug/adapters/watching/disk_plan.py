@@ -41,6 +41,7 @@ def planned_volume(
     for candidate in candidates:
         if candidate.reason is None and candidate.adapter is not None:
             rows += rows_of_module(candidate.recipe() or settings.plain_recipe, settings.what_if)
+    rows = -(-rows // settings.turns)  # on average
     volume = plan_volume(max(rows, 1), every=settings.every, ranks=ranks, steps=steps, budget=budget)
     if volume.ranks < ranks and not may_be_fewer:
         raise UsageError(

@@ -121,7 +121,7 @@ class Watch:
         self._ending = [self._end_steps, self._end_recording, self._end_files, self._end_live]
         self._pid = os.getpid()
         self._has_looked = self._has_told_compiled = False
-        self._compiled, self._regions, self._turns = compiled, cast("Regions | None", None), 1
+        self._compiled, self._regions, self._turns = compiled, cast("Regions | None", None), settings.turns
         self._unseen: set[str] = set()
         self._before_next: Callable[[], None] | None = None
         self._counter = GemmCounter(named_modules(roots), kind_of_sublinear)
@@ -728,8 +728,8 @@ class Watch:
             say(self._writer, self._observer.step, text)
 
     def _write_turns(self) -> None:
-        """Say in the manifest in how many sampled steps a compiled module is repeated once, when that changes."""
-        if self._regions is not None and self._regions.turns != self._turns:
+        """Say in the manifest in how many sampled steps a module is recorded once, where compiled modules have it changed."""
+        if self._regions is not None and self._regions.turns > self._turns:
             self._turns = self._regions.turns
             self._writer.update_manifest({"turns": self._turns})
 

@@ -93,7 +93,7 @@ class Trace:
         tensor: operand.
         cast_name: running cast.
         rows: column -> value; all of them have ``step``, ``call_index`` and ``ranks``.
-        sampled: every sampled step of the run; of the module, where compiled modules take turns.
+        sampled: every sampled step of the run; of the module, where modules take turns.
     """
 
     module: str

@@ -452,7 +452,7 @@ class Run:
         return list(self.memo("sampled_steps", lambda: self.sql(query)["step"].to_pylist()))
 
     def sampled_steps_of(self, module: str) -> list[int]:
-        """Return the steps with statistics of a module, in order: all sampled ones but where compiled modules take turns."""
+        """Return the steps with statistics of a module, in order: all sampled ones but where modules take turns."""
         if self.manifest.get("turns", 1) == 1:
             return self.sampled_steps
         query = "SELECT module, array_sort(array_agg(DISTINCT step)) AS steps FROM raw GROUP BY module"

@@ -129,6 +129,19 @@ def test_every_module_and_the_training_as_it_was(tmp_path: Path, name: str, caps
     assert not run.sql("SELECT * FROM events").to_pylist() and not complaints(capsys)
 
 
+def test_linears_of_one_module_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = RECIPES["block"]
+    expected, net = train(model(), recipe, steps=6), model()
+    with fp8debug.watch(net, tmp_path / "run", every=1, what_if=(), turns=4) as watch:
+        assert same(train(net, recipe, watch, steps=6), expected)
+    run = fp8debug.Run(tmp_path / "run")
+    names = ["0.qkv", "0.proj", "0.mlp.fc1", "0.mlp.fc2"]
+    for step in range(1, 6):
+        found = {(row["module"], row["gemm"], row["tensor"]) for row in rows(run, f"step = {step}")}
+        assert found == {(names[-step % 4], *site) for site in NINE}
+    assert not run.sql("SELECT * FROM events").to_pylist() and not complaints(capsys)
+
+
 def test_casts_are_those_in_force(tmp_path: Path) -> None:
     for name, recipe in RECIPES.items():
         run = record(tmp_path / name, model(), recipe, steps=1)
