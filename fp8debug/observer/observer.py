@@ -145,7 +145,7 @@ class Settings:
 
 
 class Arrivals(Protocol):
-    """Rows of ``updates`` on their way to the host."""
+    """Rows of ``updates`` or ``parameters`` on their way to the host."""
 
     def is_done(self) -> bool:
         """Return whether they have arrived."""
@@ -182,6 +182,7 @@ class FinishedStep:
     tables: list[tuple[Snapshot, dict[int, RowInfo]]] = field(default_factory=list)
     checked: list[tuple[str, Gemm]] = field(default_factory=list)
     updates: list[Arrivals] = field(default_factory=list)
+    parameters: list[Arrivals] = field(default_factory=list)
     progress: Any = None
     is_written: bool = False
 
@@ -191,7 +192,7 @@ class FinishedStep:
         return (
             all(s.is_done() for s, _ in self.tables)
             and all(v.is_done() for v in moving)
-            and all(u.is_done() for u in self.updates)
+            and all(rows.is_done() for rows in (*self.updates, *self.parameters))
         )
 
 
@@ -256,6 +257,7 @@ class Observer:
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.updates: list[Arrivals] = []  # of the optimizer's step under way
+        self.parameters: list[Arrivals] = []  # of the step under way
         self.gradient_sums: dict[str, GradientSums] = {}  # by module, of a step with more than one backward pass
         self.tensor_cache: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Gemm, Tensor]] = []
@@ -503,7 +505,7 @@ class Observer:
                     table.discard()
                 self._report_lost(filled, f"{type(error).__name__} was raised while it was recorded")
             self._filled, self._samples = {}, {}
-        self._checked, self.updates = [], []
+        self._checked, self.updates, self.parameters = [], [], []
         if not finished.is_written and not any(finished is other for other in self._pending):
             self._pending.append(finished)
         if finished.step == self.step or self._is_starting:
@@ -515,6 +517,7 @@ class Observer:
         for name, value in scalars.items():
             moving[name] = _to_host(value)
         finished.updates, self.updates = self.updates, []
+        finished.parameters, self.parameters = self.parameters, []
         if self._checked:
             finished.checked = [(module, gemm) for module, gemm, _ in self._checked]
             moving["first_nonfinite"] = _to_host(place_of_first([found for *_, found in self._checked]))
@@ -566,7 +569,7 @@ class Observer:
     def turn_off(self) -> None:
         """Observe nothing more: nobody can take it."""
         self.is_off, self.sampling = True, False
-        self._filled, self._checked, self.updates = {}, [], []
+        self._filled, self._checked, self.updates, self.parameters = {}, [], [], []
         self._drop_tables()
 
     def _drop_tables(self) -> None:

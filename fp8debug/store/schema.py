@@ -18,7 +18,8 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 4: slots of stochastic rounding and of the spread of scales; what an optimizer gets of a step's backward passes, in updates.
 # 5: code of events.
 # 6: beta2 and the optimizer's own count of steps, in updates.
-SCHEMA_VERSION = 6
+# 7: table parameters.
+SCHEMA_VERSION = 7
 
 #: How an event of kind ``recording`` tells that nothing is recorded from its step on, and its code.
 RECORDING_STOPPED, STOPPED_CODE = "recording stopped", "recording-stopped"
@@ -231,6 +232,32 @@ UPDATES: tuple[Column, ...] = (
     Column("sum_given_first", "float64", "x^2", "sum", "There, of weight.grad times that gradient."),
 )
 
+#: Columns of ``updates`` that the census of other parameters has as well.
+_SHARED = (
+    *("optimizer", "dtype", "keeps_precision", "lr", "beta1", "beta2", "num_steps", "numel", "num_sampled", "num_moved"),
+    *("num_grad", "num_intended", "num_lost", "num_moment", "num_moment_zero", "num_moment_clipped", "sum_weight2"),
+    *("sum_update2", "sum_intended2", "sum_intended_update", "sum_spacing_log2", "sum_grad2", "sum_moment2", "max_update"),
+)
+
+PARAMETERS: tuple[Column, ...] = (
+    _STEP,
+    _RANK,
+    Column("parameter", "string", "", "key", "Fully qualified name of a parameter that is no watched weight, or of a buffer."),
+    Column("role", "string", "", "min", "One of norm, bias, embedding, linear, other, buffer; by names of class and parameter."),
+    Column("shape", "string", "", "min", "Its shape, whole where ranks hold shards of it."),
+    Column("state_dtype", "string", "", "min", "Dtype of the optimizer's first state of its size; null without one."),
+    Column("requires_grad", "bool", "", "any", "It requires a gradient; null of a buffer."),
+    Column("has_grad", "bool", "", "any", "It has a gradient when its optimizer steps, or, without one, when the first does."),
+    *(column for name in _SHARED for column in UPDATES if column.name == name),
+    Column("num_writes", "int64", "1", "max", "Of a buffer: writes in place since its row before, while it is one tensor."),
+    Column("amax_before", "float32", "x", "max", "Largest magnitude before the optimizer's step; null where it is not finite."),
+    Column("nonfinite_before", "string", "", "max", "What is not finite before the step: nan or inf; null where all is finite."),
+    Column("amax", "float32", "x", "max", "Largest magnitude after the optimizer's step; null where it is not finite."),
+    Column("nonfinite", "string", "", "max", "What is not finite after the step: nan or inf; null where all is finite."),
+    Column("grad_amax", "float32", "x", "max", "Largest magnitude of its gradient; null where it is not finite."),
+    Column("grad_nonfinite", "string", "", "max", "What is not finite in its gradient: nan or inf; null where all is finite."),
+)
+
 EVENTS: tuple[Column, ...] = (
     Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
     Column("rank", "int32", "1", "", "Global rank that wrote the row."),
@@ -266,15 +293,15 @@ def stats_columns() -> tuple[Column, ...]:
 
 
 STATS: tuple[Column, ...] = stats_columns()
-TABLES: tuple[str, ...] = ("stats", "steps", "updates", "events")
+TABLES: tuple[str, ...] = ("stats", "steps", "updates", "parameters", "events")
 
 #: The columns that name a site of a step; rows of several ranks with equal keys describe one tensor.
 SITE_KEYS: tuple[str, ...] = tuple(c.name for c in _SITE if c.merge == "key")
 
 
 def columns_of(table: str) -> tuple[Column, ...]:
-    """Return the columns of ``stats``, ``steps``, ``updates`` or ``events``."""
-    return {"stats": stats_columns(), "steps": STEPS, "updates": UPDATES, "events": EVENTS}[table]
+    """Return the columns of ``stats``, ``steps``, ``updates``, ``parameters`` or ``events``."""
+    return {"stats": stats_columns(), "steps": STEPS, "updates": UPDATES, "parameters": PARAMETERS, "events": EVENTS}[table]
 
 
 def arrow_schema(table: str) -> pa.Schema:
@@ -308,8 +335,9 @@ runs/exp1/
   rank=00000/stats/part-00000.parquet    one row per step, rank, site, cast and reference
   rank=00000/steps/part-00000.parquet    one row per step and rank
   rank=00000/updates/part-00000.parquet  one row per sampled step, rank and weight: what the optimizer did to it
+  rank=00000/parameters/part-00000.parquet  the same of each other parameter and floating buffer
   rank=00000/events/part-00000.parquet   what happened when
-  rank=00000/stats-00001.arrows          rows since the last part, an Arrow IPC stream (also steps-, updates-, events-)
+  rank=00000/stats-00001.arrows          rows since the last part, an Arrow IPC stream (also steps-, updates-, ...)
   rank=00000/writer.lock                 who writes the folder, while somebody does (docs/robustness.md)
 ```
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,19 @@ def test_rows_are_those_of_the_model_on_one_rank(name: str, trained: Path) -> No
     assert len(expected) > 100 and rows_of(run) == expected
     events = run.sql("SELECT DISTINCT message FROM events").column("message").to_pylist()
     assert not [message for message in events if "overwritten" in message or "taken away" in message], events
+
+
+@pytest.mark.parametrize("name", [name for name in job.CONDITIONS if "-alone-" not in name])
+def test_shards_of_other_parameters_add_up_to_the_whole(name: str, trained: Path) -> None:
+    model, _, how = job.CONDITIONS[name]
+    query = (
+        "SELECT parameter, shape, step, CAST(sum(numel) AS INT) AS numel, bool_and(has_grad) AS has_grad,"
+        " CAST(sum(num_moved) AS INT) AS moved, min(optimizer) AS optimizer FROM raw_parameters GROUP BY ALL ORDER BY ALL"
+    )
+    found = fp8debug.Run(trained / name).sql(query).to_pylist()
+    assert {row["step"] for row in found} == {0, 1}
+    for row in found:
+        assert row["numel"] == math.prod(json.loads(row["shape"])), "each element is on one rank"
+        assert row["has_grad"] and row["optimizer"] == "SGD"
+    alone = fp8debug.Run(trained / f"{model}-alone-{how}").sql(query).to_pylist()
+    assert [row["parameter"] for row in found] == [row["parameter"] for row in alone]

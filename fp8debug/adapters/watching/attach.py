@@ -248,6 +248,8 @@ def watch(
             stage=stage_of(mesh),
             matrices=matrices,
             live=live,
+            include=include,
+            exclude=exclude,
         )
         opened.pop_all()
     _collect()

@@ -192,7 +192,7 @@ def parameter_counts(
             if id(parameter) in counted or is_lazy(parameter):
                 continue
             counted.add(id(parameter))
-            role = "watched" if id(parameter) in watched else _role(module, name, parameter, linears)
+            role = "watched" if id(parameter) in watched else role_of(module, name, parameter, linears)
             first = {"role": role, "first": f"{fqn}.{name}".lstrip("."), "num_tensors": 0, "num_params": 0}
             entry = found.setdefault(role, first)
             entry["num_tensors"] += 1
@@ -200,7 +200,7 @@ def parameter_counts(
     return list(found.values())
 
 
-def _role(module: nn.Module, name: str, parameter: nn.Parameter, linears: Container[int]) -> str:
+def role_of(module: nn.Module, name: str, parameter: nn.Parameter, linears: Container[int]) -> str:
     """Return what a parameter is that is not watched, by its module's class and its own name."""
     words = f"{type(module).__name__} {name}".lower()
     if "norm" in words:

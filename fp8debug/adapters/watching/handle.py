@@ -28,7 +28,8 @@ from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.adapters.watching.dumps import Dumper
 from fp8debug.adapters.watching.inference import MEASURES, as_called, compare_paths, round_to
 from fp8debug.adapters.watching.inference_steps import InferenceSteps
-from fp8debug.adapters.watching.optimizer_steps import UpdateRecorder
+from fp8debug.adapters.watching.optimizer_steps import UpdateRecorder, weights_of
+from fp8debug.adapters.watching.parameter_census import ParameterCensus
 from fp8debug.adapters.watching.pipeline import ignore_shape_inference, rank_entry
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges
 from fp8debug.adapters.watching.recording_ranks import StandbyWriter
@@ -76,6 +77,8 @@ class Watch:
         stage: int = 0,
         matrices: Sequence[Candidate] = (),
         live: Live | None = None,
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
@@ -112,7 +115,8 @@ class Watch:
         self._updates = WeightUpdates(roots)
         self._first_weights = self._updates.weights()
         self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
-        self._optimizer_steps = UpdateRecorder(candidates)
+        self._optimizer_steps = UpdateRecorder(weights_of(candidates))
+        self._census = ParameterCensus(roots, candidates, include, exclude)
         self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
         self._num_backwards = self._num_ended = 0
         self._started = time.perf_counter()
@@ -435,6 +439,7 @@ class Watch:
             if not is_ours(error):
                 raise
             self._leave_out_updates(error)
+        self._take_census(lambda: self._census.see(optimizer, self._observer.step, self._observer.step_count))
 
     def _record_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """In a sampled step: record what the optimizer has done to the weights."""
@@ -452,10 +457,23 @@ class Watch:
             if not is_ours(error):
                 raise
             self._leave_out_updates(error)
+        self._take_census(lambda: self._observer.parameters.extend(self._census.end(optimizer, self._observer.step_count)))
+
+    def _take_census(self, take: Callable[[], None]) -> None:
+        """Look at the parameters that are no watched weights; after an error of fp8debug they are not recorded any more."""
+        try:
+            with ordinary_torch():
+                take()
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            self._census = ParameterCensus()
+            text = f"other parameters are not recorded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            say(self._writer, self._observer.step, text, kind="note")
 
     def _leave_out_updates(self, error: Exception) -> None:
         """Record no more optimizer steps after an error of fp8debug; everything else is still recorded."""
-        self._optimizer_steps = UpdateRecorder(())
+        self._optimizer_steps = UpdateRecorder({})
         text = f"optimizer steps are not recorded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
         say(self._writer, self._observer.step, text, kind="note")
 
@@ -596,6 +614,7 @@ class Watch:
             self._note_what_ran()
             self._report_compiled(self._observer.modules_seen)
             self._write_turns()
+            self._take_census(lambda: self._observer.parameters.extend(self._census.finish(self._observer.step_count)))
         self._observer.end_step(scalars)
         if settle:
             self._changes.apply_pending(self._observer.step)

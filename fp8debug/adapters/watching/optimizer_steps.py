@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,7 +47,8 @@ class Updates:
     """Rows of ``updates`` on their way to the host: what is known of each weight there, and its measured columns."""
 
     columns: Mapping[str, Any]
-    values: HostCopy | Tensor  #: float64 ``[rows, len(MEASURED) + len(GIVEN)]``, NaN where nothing is known
+    values: HostCopy | Tensor  #: float64 ``[rows, len(MEASURED) + len(more)]``, NaN where nothing is known
+    more: tuple[str, ...] = GIVEN  #: names of the columns after ``MEASURED``
 
     def is_done(self) -> bool:
         """Return whether the values have arrived."""
@@ -55,17 +56,21 @@ class Updates:
 
     def rows(self, step: int) -> dict[str, Any]:
         """Return the columns as the writer takes them; waits for values that have not arrived."""
-        values = self.values.result() if isinstance(self.values, HostCopy) else self.values
-        measured = dict(zip((*MEASURED, *GIVEN), values.T.tolist(), strict=True))
+        measured = self.arrived()
         absent = self.columns["absent"]
         made = {name: list(self.columns[name]) for name in self.columns if name != "absent"}
         for name, numbers in measured.items():
             whole = name.startswith("num_")
             made[name] = [None if name in absent or math.isnan(x) else int(x) if whole else x for x in numbers]
-        return {"step": [step] * values.shape[0], **made}
+        return {"step": [step] * len(made["num_sampled"]), **made}
+
+    def arrived(self) -> dict[str, list[float]]:
+        """Return the measured columns; waits for values that have not arrived."""
+        values = self.values.result() if isinstance(self.values, HostCopy) else self.values
+        return dict(zip((*MEASURED, *self.more), values.T.tolist(), strict=True))
 
 
-class _Weight(NamedTuple):
+class SampledWeight(NamedTuple):
     """One weight of a step: its module, parameter, and how its elements are sampled."""
 
     module: str
@@ -88,29 +93,39 @@ class _Formula(NamedTuple):
 
 
 @dataclass
-class _Stack:
+class Stack:
     """Weights that are measured together: one device, dtype, number of sampled elements, formula and kinds of state."""
 
-    weights: list[_Weight] = field(default_factory=list)
+    weights: list[SampledWeight] = field(default_factory=list)
     before: Tensor | None = None  #: their elements before the step
+    amax_before: Tensor | None = None  #: largest magnitude of each before the step, where it is recorded
+
+
+def weights_of(candidates: Iterable[Candidate]) -> dict[int, str]:
+    """Return the FQN of the module of each watched weight, by the id of its parameter."""
+    names: dict[int, str] = {}
+    for c in candidates:
+        if c.reason is None and c.adapter is not None:
+            named = c.module.named_parameters(recurse=False)
+            own: list[Tensor] = [p for name, p in named if p.ndim >= 2 and name.startswith("weight")]
+            for p in own or [p for p in (vars(c.module).get("weight"),) if isinstance(p, Tensor)]:
+                names.setdefault(id(p), c.fqn)
+    return names
 
 
 class UpdateRecorder:
-    """Measures what an optimizer step does to the watched weights that it holds.
+    """Measures what an optimizer step does to the weights that it holds.
 
     Args:
-        candidates: modules of the watch.
+        names: of the weights, by the id of their parameters.
     """
 
-    def __init__(self, candidates: Iterable[Candidate]) -> None:
-        self._names: dict[int, str] = {}
-        for c in candidates:
-            if c.reason is None and c.adapter is not None:
-                named = c.module.named_parameters(recurse=False)
-                own: list[Tensor] = [p for name, p in named if p.ndim >= 2 and name.startswith("weight")]
-                for p in own or [p for p in (vars(c.module).get("weight"),) if isinstance(p, Tensor)]:
-                    self._names.setdefault(id(p), c.fqn)
-        self._begun: tuple[int, Any, int, dict[tuple[Any, ...], _Stack]] | None = None
+    rows: ClassVar[type[Updates]] = Updates
+    more: ClassVar[tuple[str, ...]] = GIVEN
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._begun: tuple[int, Any, int, dict[tuple[Any, ...], Stack]] | None = None
         #: Number of the step in which each optimizer stepped last.
         self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._given: dict[int, Tensor] = {}  # by parameter: what the optimizer gets of the step's passes, as ``GIVEN``
@@ -127,23 +142,27 @@ class UpdateRecorder:
         """
         self._given = {}
         follows = self._stepped.get(optimizer) in (step - 1, step)
-        stacks: dict[tuple[Any, ...], _Stack] = {}
+        stacks: dict[tuple[Any, ...], Stack] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
                 module = self._names.get(id(p))
-                local = _local(p) if module is not None else None
-                if module is None or local is None or not local.is_contiguous() or not local.numel() or local.is_meta:
+                local = local_values(p) if module is not None else None
+                if module is None or local is None or local.layout != torch.strided or local.is_meta:
+                    continue
+                if not local.is_contiguous() or not local.numel():
                     continue
                 count = min(NUM_SAMPLED, local.numel())
-                weight = _Weight(module, p, local, _stride(local, count), count)
-                stack = stacks.setdefault((id(group), local.device, local.dtype, count), _Stack())
+                weight = SampledWeight(module, p, local, _stride(local, count), count)
+                stack = stacks.setdefault((id(group), local.device, local.dtype, count), Stack())
                 stack.weights.append(weight)
-                if module in sums and (given := sums[module].given(p)) is not None and not _is_one_of_many():
+                if module in sums and (given := sums[module].given(p)) is not None and not is_one_of_many():
                     if not follows:
                         given[GIVEN.index("sum_before2")] = math.nan
                     self._given[id(p)] = given
+        stacks = self._chosen(stacks)
         for stack in stacks.values():
             stack.before = _stacked([_sampled(w.local, w, step) for w in stack.weights])
+            stack.amax_before = self._amax(stack.weights, stack.before)
         self._begun = (step_count, optimizer, step, stacks) if stacks else None
         self._rates = {id(group): group.get("lr") for group in optimizer.param_groups}
 
@@ -169,10 +188,10 @@ class UpdateRecorder:
             on_device: dict[int, Tensor] = {}  # by place: the number of steps, where a program counts it there
             for place, weight in enumerate(stack.weights):
                 kept = optimizer.state.get(weight.param, {})
-                found = {name: local for name, x in kept.items() if (local := _state(x, weight.local)) is not None}
+                found = {name: local for name, x in kept.items() if (local := state_values(x, weight.local)) is not None}
                 formula = _formula(optimizer, group, kept, found)
                 states.append(found)
-                grad = _state(weight.param.grad, weight.local)
+                grad = state_values(weight.param.grad, weight.local)
                 carries = any(word in str(name).lower() for name in kept for word in _CARRIES)
                 names = tuple((name, found[name].dtype) for name in found)
                 if isinstance(formula.step, Tensor):
@@ -187,15 +206,14 @@ class UpdateRecorder:
                          for name, _ in names}  # fmt: skip
                 grads = None
                 if has_grad is not None:
-                    held = [_state(w.param.grad, w.local) for w in weights]
+                    held = [state_values(w.param.grad, w.local) for w in weights]
                     grads = _stacked([_sampled(g, w, begun[2]) for g, w in zip(held, weights, strict=True) if g is not None])
                 after = _stacked([_sampled(w.local, w, begun[2]) for w in weights])
                 values, absent = _measured(own, after, grads, state, formula)
-                unknown = torch.full((len(GIVEN),), math.nan, dtype=torch.float64, device=values.device)
-                given = [self._given.get(id(w.param), unknown) for w in weights]
-                values = torch.cat([values, torch.stack(given)], 1)
-                yield Updates(
+                values = torch.cat([values, self._more(stack, places, after, grads)], 1)
+                yield self.rows(
                     {
+                        **self._facts(weights, names),
                         "module": [w.module for w in weights],
                         "optimizer": [type(optimizer).__name__] * len(weights),
                         "dtype": [str(own.dtype).removeprefix("torch.")] * len(weights),
@@ -203,13 +221,31 @@ class UpdateRecorder:
                         "lr": [_number(formula.lr)] * len(weights),
                         "beta1": [_number(formula.betas[0]) if formula.kind == "adam" else None] * len(weights),
                         "beta2": [_number(formula.betas[1]) if formula.kind == "adam" else None] * len(weights),
-                        "fan_in": [w.param.shape[-1] for w in weights],
+                        "fan_in": [w.param.shape[-1] if w.param.ndim else 1 for w in weights],
                         "numel": [w.local.numel() for w in weights],
                         "num_sampled": [w.num for w in weights],
                         "absent": absent,
                     },
                     HostCopy(values) if values.is_cuda else values,
+                    self.more,
                 )
+
+    def _chosen(self, stacks: dict[tuple[Any, ...], Stack]) -> dict[tuple[Any, ...], Stack]:
+        """Return those of the optimizer's weights that are measured at this step."""
+        return stacks
+
+    def _amax(self, weights: Sequence[SampledWeight], sampled: Tensor) -> Tensor | None:
+        """Return the largest magnitude of some weights; None where it is not recorded."""
+        return None
+
+    def _more(self, stack: Stack, places: Sequence[int], after: Tensor, grads: Tensor | None) -> Tensor:
+        """Return the columns after ``MEASURED`` of the weights at some places of a stack."""
+        unknown = torch.full((len(GIVEN),), math.nan, dtype=torch.float64, device=after.device)
+        return torch.stack([self._given.get(id(stack.weights[place].param), unknown) for place in places])
+
+    def _facts(self, weights: Sequence[SampledWeight], states: Sequence[tuple[str, torch.dtype]]) -> dict[str, Any]:
+        """Return more columns that the host knows; of the optimizer's state names and dtypes are given."""
+        return {}
 
 
 def _measured(
@@ -314,35 +350,35 @@ def _underflowed(name: str, x: Tensor, g: Tensor) -> Tensor:
     return ((x == 0) & (g != 0)).sum(1) * is_second
 
 
-def _is_one_of_many() -> bool:
+def is_one_of_many() -> bool:
     """Return whether other ranks may add to the gradients of this one before an optimizer steps."""
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
-def _local(x: Any) -> Tensor | None:
+def local_values(x: Any) -> Tensor | None:
     """Return the values of a tensor that lie here, the own shard of a DTensor; None for a class of another kind."""
     local = getattr(x, "_local_tensor", x)
     found: Tensor | None = local.detach() if type(local) in (Tensor, torch.nn.Parameter) else None
     return found
 
 
-def _state(x: Any, weight: Tensor) -> Tensor | None:
+def state_values(x: Any, weight: Tensor) -> Tensor | None:
     """Return what an optimizer keeps, or a gradient, if it has one number for each element of the weight, in the same order."""
-    local = _local(x)
-    if local is None or local.shape != weight.shape or not local.is_floating_point() or not local.is_contiguous():
+    local = local_values(x)
+    if local is None or local.layout != torch.strided or local.shape != weight.shape or not local.is_floating_point():
         return None
-    return local if local.device == weight.device and local.layout == torch.strided else None
+    return local if local.device == weight.device and local.is_contiguous() else None
 
 
 def _stride(x: Tensor, count: int) -> int:
     """Return the distance of two sampled elements: coprime to the number of columns, so that all columns are met."""
     stride = max(1, x.numel() // count)
-    while math.gcd(stride, x.shape[-1]) > 1:
+    while x.ndim and math.gcd(stride, x.shape[-1]) > 1:
         stride -= 1
     return stride
 
 
-def _sampled(x: Tensor, weight: _Weight, step: int) -> Tensor:
+def _sampled(x: Tensor, weight: SampledWeight, step: int) -> Tensor:
     return x.view(-1)[shift_of(step, weight.stride) :: weight.stride][: weight.num]
 
 

@@ -106,6 +106,11 @@ class StandbyWriter(RunWriter):
         if self._writer is not None:
             self._writer.updates(*args, **kwargs)
 
+    def parameters(self, *args: Any, **kwargs: Any) -> None:
+        """Write rows of parameters, once awake."""
+        if self._writer is not None:
+            self._writer.parameters(*args, **kwargs)
+
     def event(self, step: int | None, kind: str, module: str | None, message: str, code: str | None = None) -> None:
         """Keep an event, or write it."""
         if self._writer is not None:

@@ -63,9 +63,7 @@ class StepWriter:
             if not self._writer.stats(progress.rows[number], len(filled), once=True):
                 snapshot.discard()
             progress.num_written = number + 1
-        for update in finished.updates[progress.num_updates :]:
-            self._writer.updates(partial(update.rows, finished.step), once=True)
-            progress.num_updates += 1
+        self._write_optimizer_steps(finished, progress)
         if self._dumper is not None and not progress.is_judged:
             reasons = [f"{module} {message}" for module, message in by_execution(self._found)]
             self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
@@ -80,6 +78,14 @@ class StepWriter:
         if self._live is not None and finished.sampled:
             self._live.look(is_due=True)
             self._writer.then(partial(self._live.note_step, finished.step))
+
+    def _write_optimizer_steps(self, finished: FinishedStep, progress: _Progress) -> None:
+        for update in finished.updates[progress.num_updates :]:
+            self._writer.updates(partial(update.rows, finished.step), once=True)
+            progress.num_updates += 1
+        for found in finished.parameters[progress.num_parameters :]:
+            self._writer.parameters(partial(found.rows, finished.step), once=True)
+            progress.num_parameters += 1
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
@@ -114,6 +120,7 @@ class _Progress:
         rows: of the tables, made so far.
         num_written: how many of these the writer has.
         num_updates: how many stacks of updates it has.
+        num_parameters: how many stacks of rows of other parameters.
         is_judged: whether the dumper knows of the step.
         step: the step's own row, once it is made.
     """
@@ -121,6 +128,7 @@ class _Progress:
     rows: list[Any] = field(default_factory=list)
     num_written: int = 0
     num_updates: int = 0
+    num_parameters: int = 0
     is_judged: bool = False
     step: Any = None
 

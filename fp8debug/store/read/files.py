@@ -311,9 +311,13 @@ def _first_step(rows: pa.Table) -> int | None:
 
 def needed(table: str) -> tuple[str, ...]:
     """Return the columns without which a row of a table stands for nothing; an event may belong to no step."""
-    return {"stats": (*SITE_KEYS, "rank"), "steps": ("step", "rank"), "updates": ("step", "rank", "module"), "events": ("kind",)}[
-        table
-    ]
+    return {
+        "stats": (*SITE_KEYS, "rank"),
+        "steps": ("step", "rank"),
+        "updates": ("step", "rank", "module"),
+        "parameters": ("step", "rank", "parameter"),
+        "events": ("kind",),
+    }[table]
 
 
 def _fits(schema: pa.Schema, table: str, path: Path, problems: list[str]) -> bool:

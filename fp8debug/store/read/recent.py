@@ -16,7 +16,7 @@ NUM_THREADS = 2
 
 
 class RecentRun(Run):
-    """A run whose statistics and updates are those of its last sampled steps; losses and events are all there.
+    """A run whose statistics, updates and parameters are those of its last sampled steps; losses and events are all there.
 
     A step counts once every recording rank has written it; a rank that is more than the window behind is not waited for.
 
@@ -72,5 +72,5 @@ class RecentRun(Run):
         text = super()._table_sql(table, columns, files)
         if table == "events":
             return text
-        first = self.first if table in ("stats", "updates") else 0
+        first = self.first if table in ("stats", "updates", "parameters") else 0
         return f"SELECT * FROM (\n{text}\n) WHERE step BETWEEN {first} AND {self.last}"

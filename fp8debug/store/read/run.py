@@ -156,6 +156,9 @@ class Run:
         updates = columns_in("updates", files)
         self._create("raw_updates", self._table_sql("updates", updates, files))
         self._create("updates", updates_sql(updates, self._dialect))
+        parameters = columns_in("parameters", files)
+        self._create("raw_parameters", self._table_sql("parameters", parameters, files))
+        self._create("parameters", updates_sql(parameters, self._dialect, "parameters", "parameter"))
         self._create("events", self._table_sql("events", columns_in("events", files), files))
         self._create("stats", stats_sql(stats))
         self._create("sites", sites_sql(stats, self._dialect, is_single_rank=is_single_rank))
@@ -205,7 +208,8 @@ class Run:
         The views: ``sites`` (one row per step, site, cast and reference; ranks joined, ``ranks`` lists them; slots and
         derived columns), ``stats`` (the same per rank), ``raw`` (per rank, slots only), ``steps`` (one row per step),
         ``raw_steps`` (per rank), ``updates`` (what an optimizer step did to each weight, ranks joined), ``raw_updates`` (per
-        rank), ``events`` and ``modules``.
+        rank), ``parameters`` and ``raw_parameters`` (the same of parameters that are no watched weights), ``events`` and
+        ``modules``.
 
         Args:
             query: one SELECT in DuckDB's SQL.

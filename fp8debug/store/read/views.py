@@ -1,4 +1,4 @@
-"""Text of the views ``stats``, ``sites``, ``steps`` and ``updates`` over the raw tables, in SQL common to DuckDB and Spark.
+"""Text of the views over the raw tables (``stats``, ``sites``, ``steps``, ``updates``, ...), in SQL common to DuckDB and Spark.
 
 Slots of several ranks join by each column's own merge rule; rates, dB and cosines are derived from the joined slots.
 Of rows that are copies (replicated, with the same shard) the one of the lowest rank counts.
@@ -121,10 +121,10 @@ def _of_ranks(column: Column) -> str:
     return f"{_AGGREGATES[column.merge]}({column.name})"
 
 
-def updates_sql(columns: Sequence[Column], dialect: Dialect) -> str:
-    """Return the view ``updates``: one row per step and weight, the elements that ranks looked at taken together."""
+def updates_sql(columns: Sequence[Column], dialect: Dialect, table: str = "updates", key: str = "module") -> str:
+    """Return the view ``updates`` or ``parameters``: one row per step and tensor, what ranks looked at taken together."""
     joined = ", ".join(_joined(c, dialect) for c in columns if c.merge in _AGGREGATES)
-    return f"SELECT step, module, {joined} FROM raw_updates GROUP BY step, module"
+    return f"SELECT step, {key}, {joined} FROM raw_{table} GROUP BY step, {key}"
 
 
 def _joined(column: Column, dialect: Dialect) -> str:

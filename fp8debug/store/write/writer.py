@@ -29,7 +29,7 @@ from fp8debug.store.write.worker import Parts, Worker
 #: A stream becomes a part at this size, or at close().
 PART_ROWS, PART_BYTES, PART_BATCHES = 256 * 1024, 64 * 2**20, 16 * 1024
 #: Writings that may wait for a slow disk, per table; what comes while they wait is dropped and counted.
-MAX_WAITING = {"stats": 512, "steps": 4096, "updates": 4096, "events": 4096}
+MAX_WAITING = {"stats": 512, "steps": 4096, "updates": 4096, "parameters": 4096, "events": 4096}
 #: Rows of ``stats`` that may wait in memory, about 1 KB each; a single writing always may.
 MAX_WAITING_ROWS = 128 * 1024
 #: How long close() waits for a disk that gets nothing done before it gives up, and how long the constructor does.
@@ -199,6 +199,15 @@ class RunWriter:
             once: as in :meth:`stats`.
         """
         self._append("updates", columns, given=columns if once else None)
+
+    def parameters(self, columns: Content, *, once: bool = False) -> None:
+        """Append rows of parameters that are no watched weights; ``rank`` may be left out.
+
+        Args:
+            columns: as in :meth:`stats`.
+            once: as in :meth:`stats`.
+        """
+        self._append("parameters", columns, given=columns if once else None)
 
     def steps(self, row: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, once: bool = False) -> None:
         """Append the row of one step; ``rank`` and ``time`` may be left out, other missing columns are null.
