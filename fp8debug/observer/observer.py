@@ -229,7 +229,7 @@ class Observer:
         self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass
         self.num_modules = 0
         self._places: dict[str, int] = {}  # of modules in the order of their turns
-        self._first_sampled = -1  # count of the first sampled step that called a module
+        self._first_sampled = -1  # count of the first sampled step in which a turn was asked for
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
         self.modules_recomputed: dict[str, str] = {}  # those that a backward pass recomputed, and how (docs/backends.md)
@@ -286,13 +286,20 @@ class Observer:
         Neighbours have theirs together. The step's number decides, so that all ranks record the same modules.
         """
         turns = self.settings.turns
-        if turns == 1:
-            return True
-        if self._first_sampled in (-1, self.step_count):
+        return turns == 1 or self._is_first_sampled() or self._has_turn(self._places[module] * turns // len(self._places))
+
+    @property
+    def begins_round(self) -> bool:
+        """True if the step under way is sampled and has the turn of what is recorded of all modules at once."""
+        return self.sampling and (self.settings.turns == 1 or self._is_first_sampled() or self._has_turn(0))
+
+    def _is_first_sampled(self) -> bool:
+        if self._first_sampled < 0:
             self._first_sampled = self.step_count
-            return True
-        place = self._places[module] * turns // len(self._places)
-        return (place + self.step // self.settings.every) % turns == 0
+        return self._first_sampled == self.step_count
+
+    def _has_turn(self, place: int) -> bool:
+        return (place + self.step // self.settings.every) % self.settings.turns == 0
 
     @property
     def has_rows(self) -> bool:

@@ -28,12 +28,14 @@ class Net(nn.Module):
         torch.manual_seed(0)
         make = ScaledLinear if kind == "scaled_mm" else nn.Linear
         self.layers = nn.ModuleList(make(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
         self.is_checkpointed = is_checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + (checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x))
-        return x
+        out: Tensor = self.norm(x)
+        return out
 
 
 def network(kind: str, is_checkpointed: bool = False) -> nn.Module:
@@ -97,6 +99,9 @@ def test_each_module_is_recorded_in_one_of_so_many_sampled_steps(
     assert run.manifest["turns"] == TURNS and run.sampled_steps_of("layers.2") == [0, 4]
     assert all(module["observed"] for module in run.modules)
     assert run.sql("SELECT count(*) AS n FROM events WHERE kind = 'skipped'").to_pylist() == [{"n": 0}]
+    for table in ("updates", "parameters"):  # of the whole model: once in so many sampled steps
+        steps = [row["step"] for row in run.sql(f"SELECT DISTINCT step FROM {table} ORDER BY step").to_pylist()]
+        assert steps == [0, 6], table
     later = run.sql("SELECT DISTINCT module, gemm, tensor FROM sites WHERE step > 0").to_pylist()
     assert len(later) == LAYERS * len(NINE)
 

@@ -429,7 +429,7 @@ class Watch:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """In a sampled step: keep a sample of the weights, for what the optimizer does to them."""
-        if not self._observer.sampling or is_capturing() or is_transformed():
+        if not self._observer.begins_round or is_capturing() or is_transformed():
             return
         try:
             with ordinary_torch():
@@ -448,7 +448,7 @@ class Watch:
         self._optimizer_steps.note(optimizer, self._observer.step)
         if self._losses.note(optimizer):
             self.note_other_loss("two optimizers without a common parameter step by turns, each after backward passes of its own")
-        if not self._observer.sampling:
+        if not self._observer.begins_round:
             return
         try:
             with ordinary_torch():
@@ -614,6 +614,7 @@ class Watch:
             self._note_what_ran()
             self._report_compiled(self._observer.modules_seen)
             self._write_turns()
+        if self._observer.begins_round:
             self._take_census(lambda: self._observer.parameters.extend(self._census.finish(self._observer.step_count)))
         self._observer.end_step(scalars)
         if settle:
