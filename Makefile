@@ -19,6 +19,9 @@ SITE_STAMP := $(VENV)/.fp8debug-docs
 export PYTHONDONTWRITEBYTECODE :=
 # A worker that dies ends the tests: with another in its place, xdist waits for ever.
 PARALLEL := -n auto --dist loadfile --max-worker-restart=0
+# A page in Chromium keeps one core at work and waits between: two at a time on two cores take little more than half the time of
+# one after the other. More than four browsers each prepare runs and load the scripts for too few tests.
+PAGES := -n auto --maxprocesses 4 --dist worksteal --max-worker-restart=0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 # make test-floor and test-newest, environments of their own: the oldest versions that pyproject.toml allows, and the newest that
@@ -35,10 +38,12 @@ FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py 
 demo: $(USER_STAMP)
 	$(BIN)/python examples/demo.py
 
-# A file at a time on every core, then what wants the machine for itself: pages, which wait, and times. Named files may have none (5).
+# A file at a time on every core, then pages, which wait, and at last times, which want the machine for themselves. Named files may
+# have none (5).
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not browser and not alone' $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m 'browser or alone' -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest $(PAGES) -m browser -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest -m alone -o testpaths=tests/tools/test_speed.py $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 test-floor: $(STAMP)
 	test -x build/floor/bin/fp8debug || { $(PYTHON) -m venv build/floor && build/floor/bin/python -m pip --disable-pip-version-check \

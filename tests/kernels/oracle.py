@@ -69,20 +69,20 @@ def round_at_random(scaled: Array, number_format: str, noise: Array) -> Array:
 
 
 def random_numbers(x: Array, seed: int) -> Array:
-    """Return one number in [0, 1) for each element: Philox4x32-10 in unbounded integers, from its definition."""
+    """Return one number in [0, 1) for each element: Philox4x32-10 from its definition, its checksum in unbounded integers."""
     x = np.ascontiguousarray(x, np.float32)
-    bits = [int(b) for b in np.where(np.isnan(x), 0x7FC00000, x.view(np.int32)).ravel()]
+    bits = np.where(np.isnan(x), np.int32(0x7FC00000), x.view(np.int32)).ravel().tolist()
     checksum = sum(b * (2 * i + 1) for i, b in enumerate(bits)) ^ seed
-    numbers: list[float] = []
-    for block in range(-(-len(bits) // 4)):
-        c = [block & 0xFFFFFFFF, block >> 32, 0, 0]
-        k = [checksum & 0xFFFFFFFF, checksum >> 32 & 0xFFFFFFFF]
-        for _ in range(10):
-            a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-            c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-            k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-        numbers += [(word >> 8) / 2**24 for word in c]
-    return np.array(numbers[: len(bits)]).reshape(x.shape)
+    low = np.uint64(0xFFFFFFFF)
+    block = np.arange(-(-len(bits) // 4), dtype=np.uint64)
+    c = [block & low, block >> np.uint64(32), np.zeros_like(block), np.zeros_like(block)]
+    k = [checksum & 0xFFFFFFFF, checksum >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)  # factors below 2**32: the product is exact
+        c = [(b >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]), b & low, (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]), a & low]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    numbers = np.stack(c, axis=-1).ravel() >> np.uint64(8)
+    return np.asarray((numbers / 2.0**24)[: len(bits)].reshape(x.shape))
 
 
 def hadamard_matrix() -> Array:
@@ -115,29 +115,30 @@ def round_to_format(scaled: Array, number_format: str) -> Array:
     return np.asarray(np.copysign(np.where(take_upper, table[upper], table[upper - 1]), scaled))
 
 
-def scale_of(amax: float, cast: Cast) -> tuple[np.float32, np.float32, bool]:
-    """Return (scale, scale_inv, came from amax eps or the largest FP32) of one block."""
-    largest = FORMATS[cast.format][3]
-    if amax == 0:
-        return np.float32(1), np.float32(1), False
-    a = max(np.float32(amax), np.float32(cast.amax_eps))
-    with np.errstate(over="ignore"):
-        scale = np.float32(largest) / a
-    lifted = bool(np.float32(amax) < np.float32(cast.amax_eps) or np.isinf(scale))
-    scale = min(scale, FLOAT32_MAX)
+def scale_of(amax: Array, cast: Cast) -> tuple[Array, Array, Array]:
+    """Return (scale, scale_inv, came from amax eps or the largest FP32) of blocks."""
+    amax = np.asarray(amax, np.float32)
+    largest, one = np.float32(FORMATS[cast.format][3]), np.float32(1)
+    a = np.maximum(amax, np.float32(cast.amax_eps))
+    with np.errstate(over="ignore", divide="ignore"):
+        scale = largest / a
+    lifted = (amax < np.float32(cast.amax_eps)) | np.isinf(scale)
+    scale = np.minimum(scale, FLOAT32_MAX)
     if cast.scale_rounding == "pow2_ceil":
-        scale = np.float32(2.0 ** (math.frexp(float(scale))[1] - 1))
+        scale = (2.0 ** (np.frexp(scale)[1] - 1)).astype(np.float32)
     elif cast.scale_rounding != "none":
-        log2_a = math.frexp(float(a))[1] - 1
-        fraction = float(a) / 2.0**log2_a  # in [1, 2)
+        mantissa, exponent = np.frexp(a.astype(np.float64))
+        log2_a, fraction = exponent - 1, 2 * mantissa  # in [1, 2)
         if cast.scale_rounding == "pow2_amax_ceil":
-            log2_a += fraction > 1
+            log2_a = log2_a + (fraction > 1)
         elif cast.scale_rounding == "pow2_even":
-            log2_a += fraction >= 2 - 0.5 ** (FORMATS[cast.format][1] + 1)  # a tie rounds up to the even 2
-        scale = np.float32(2.0 ** min(EMAX[cast.format] - log2_a, 127))
+            log2_a = log2_a + (fraction >= 2 - 0.5 ** (FORMATS[cast.format][1] + 1))  # a tie rounds up to the even 2
+        scale = (2.0 ** np.minimum(EMAX[cast.format] - log2_a, 127)).astype(np.float32)
     if cast.scaling == "delayed":
-        scale = np.float32(scale * np.float32(2.0**-cast.margin))
-    return scale, np.float32(1) / scale, lifted
+        scale = scale * np.float32(2.0**-cast.margin)
+    is_zero = amax == 0
+    scale = np.where(is_zero, one, scale)
+    return scale, np.where(is_zero, one, one / scale), lifted & ~is_zero
 
 
 def blocks(shape: tuple[int, ...], cast: Cast) -> tuple[Any, Any]:
@@ -289,13 +290,11 @@ def scales(amax: Array, cast: Cast, amax_history: Sequence[float], error: Any) -
         lifted = False
     elif cast.scaling == "delayed" and len(amax_history):
         seen = list(amax_history)[-cast.history :]
-        one, one_inverse, _ = scale_of(seen[-1] if cast.algo == "most_recent" else max(seen), cast)
+        one_inverse = scale_of(np.array(seen[-1] if cast.algo == "most_recent" else max(seen)), cast)[1]
         one = np.float32(1) / one_inverse  # only scale_inv crosses the function boundary
         lifted = False
     else:
-        per_block = [scale_of(float(a), cast) for a in amax.flat]
-        columns = [np.array(c).reshape(amax.shape) for c in zip(*per_block, strict=True)]
-        return columns[0], columns[1], columns[2]
+        return scale_of(amax, cast)
     return np.full(amax.shape, one), np.full(amax.shape, one_inverse), np.full(amax.shape, lifted)
 
 
