@@ -285,17 +285,14 @@ def scales(amax: Array, cast: Cast, amax_history: Sequence[float], error: Any) -
         pick = error(*four[:2]) < error(*six[:2])
         return np.where(pick, four[0], six[0]), np.where(pick, four[1], six[1]), np.where(pick, four[2], six[2])
     if cast.scaling == "static":
-        one_inverse = np.float32(cast.scale_inv)
-        one = np.float32(1) / one_inverse
-        lifted = False
+        one_inverse = np.array(cast.scale_inv, np.float32)
     elif cast.scaling == "delayed" and len(amax_history):
         seen = list(amax_history)[-cast.history :]
         one_inverse = scale_of(np.array(seen[-1] if cast.algo == "most_recent" else max(seen)), cast)[1]
-        one = np.float32(1) / one_inverse  # only scale_inv crosses the function boundary
-        lifted = False
     else:
         return scale_of(amax, cast)
-    return np.full(amax.shape, one), np.full(amax.shape, one_inverse), np.full(amax.shape, lifted)
+    one = np.float32(1) / one_inverse  # only scale_inv crosses the function boundary
+    return np.full(amax.shape, one), np.full(amax.shape, one_inverse), np.full(amax.shape, False)
 
 
 def derived(found: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tests.bench.situations.stack import (
     Cast,
     Model,
     altered,
+    copy_plain_run,
     expanded,
     quantized,
     scales_of,
@@ -385,7 +386,7 @@ def tile_at_the_largest_code(folder: Path) -> None:
         if isinstance(module, Fault):
             module.name = name
     train(model, folder / "sick", before=lambda step: now.update(step=step))
-    train(Model(), folder / "clean")
+    copy_plain_run(folder / "clean")
 
 
 @situation(

@@ -21,10 +21,12 @@ from tests.bench.situations.stack import (
     Model,
     altered,
     batch,
+    copy_plain_run,
     cross_entropy,
     quantized,
     scales_of,
     train,
+    train_for_both,
     values,
     with_fault,
 )
@@ -88,7 +90,7 @@ def transposed_copy_of_zeros(folder: Path) -> None:
         return torch.zeros_like(data.view(torch.uint8)).view(E4M3), torch.ones_like(scales)
 
     train(Model(fault), folder / "sick")
-    train(Model(), folder / "clean")
+    copy_plain_run(folder / "clean")
 
 
 @situation(
@@ -203,15 +205,16 @@ class _Delayed(BlockLinear):
     misleading=("smooth", "learning rate", "optimizer", "loss scal"),
 )  # fmt: skip
 def history_lost_on_resume(folder: Path) -> None:
-    for name in ("sick", "clean"):
-        model = Model(_Delayed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        train(model, folder / name, steps=24, every=2, optimizer=optimizer)
-        for module in model.modules():
-            if isinstance(module, _Delayed) and name == "sick":
-                history = module.__dict__["history"]
-                history.update({key: torch.zeros(4) for key in history})
-        train(model, folder / name, steps=12, every=2, optimizer=optimizer, resume_from=24)
+    model = Model(_Delayed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train_for_both(model, folder, steps=24, every=2, optimizer=optimizer)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    for module in model.modules():
+        if isinstance(module, _Delayed):
+            history = module.__dict__["history"]
+            history.update({key: torch.zeros(4) for key in history})
+    train(model, folder / "sick", steps=12, every=2, optimizer=optimizer, resume_from=24)
+    train(twin, folder / "clean", steps=12, every=2, optimizer=twin_optimizer, resume_from=24)
 
 
 @situation(
@@ -243,10 +246,10 @@ def raw_codes_in_the_embedding(folder: Path) -> None:
     misleading=("smooth", "eps", "scale_rounding", "bf16"),
 )  # fmt: skip
 def moments_lost_on_resume(folder: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train_for_both(model, folder, steps=48, every=2, optimizer=optimizer)
     for name in ("sick", "clean"):
-        model = Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        train(model, folder / name, steps=48, every=2, optimizer=optimizer)
         again = copy.deepcopy(model)
         other = torch.optim.AdamW(again.parameters(), lr=2e-3)
         if name == "clean":
@@ -261,10 +264,10 @@ def moments_lost_on_resume(folder: Path) -> None:
     misleading=("smooth", "amax", "scale_rounding", "bf16", "learning rate"),
 )  # fmt: skip
 def second_moment_rounds_to_zero(folder: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    train_for_both(model, folder, steps=36, every=2, optimizer=optimizer)
     for name in ("sick", "clean"):
-        model = Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        train(model, folder / name, steps=36, every=2, optimizer=optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
         if name == "sick":
             for state in saved["state"].values():

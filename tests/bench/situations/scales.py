@@ -23,6 +23,7 @@ from tests.bench.situations.stack import (
     Model,
     altered,
     block_of,
+    copy_plain_run,
     expanded,
     quantized,
     scaled,
@@ -295,7 +296,7 @@ def scales_never_updated(folder: Path) -> None:
             return quantized(x.contiguous(), scales, block), scales
 
     train(Model(Fault), folder / "sick")
-    train(Model(), folder / "clean")
+    copy_plain_run(folder / "clean")
 
 
 @situation(
@@ -373,7 +374,7 @@ def scales_for_half_the_maximum(folder: Path) -> None:
             return quantized(x.contiguous(), scales, (1, 128)), scales
 
     train(Model(Fault), folder / "sick")
-    train(Model(), folder / "clean")
+    copy_plain_run(folder / "clean")
 
 
 @situation(
@@ -413,7 +414,7 @@ def maximum_below_two(folder: Path) -> None:
         return scales_of(x, (1, 128), 1.0).log2().floor().exp2()
 
     train(with_fault(fault), folder / "sick")
-    train(Model(), folder / "clean")
+    copy_plain_run(folder / "clean")
 
 
 @situation(

@@ -5,8 +5,12 @@ Faults override ``cast`` or ``product`` of one class.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -290,6 +294,25 @@ def train(
             after(step, watch)
     if kernel is not None:
         library()
+
+
+def train_for_both(model: nn.Module, folder: Path, **options: Any) -> None:
+    """Train what a run and its healthy twin have in common, which the fault leaves alone, into both."""
+    train(model, folder / "sick", **options)
+    shutil.copytree(folder / "sick", folder / "clean")
+
+
+@functools.cache
+def _plain_run() -> Path:
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(Model(), folder / "clean")
+    return folder / "clean"
+
+
+def copy_plain_run(path: Path) -> None:
+    """Record ``train(Model(), path)``, the healthy twin of many situations: it is trained once, and copied."""
+    shutil.copytree(_plain_run(), path)
 
 
 def rollouts(path: Path, spoil: Callable[[Any], None], *, bias: bool = False, steps: int = 24, **made: Any) -> None:
