@@ -1,4 +1,4 @@
-"""How does triage do on variations of known faults? ``python tests/bench/variants.py [--only GLOB] [--verbose]``
+"""How does triage do on variations of known faults? ``python tests/bench/variants.py [--set 2] [--only GLOB] [--verbose]``
 
 Each of ``tests/bench/relatives`` is a known fault in another layer, GEMM, granularity, format, optimizer or step. One line for
 each says how the tool did when it first met it, how it does now, and the seconds of CPU time. It asserts nothing.
@@ -46,12 +46,13 @@ def main() -> None:
     """Print the score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="glob over KIND_NAME, such as 05_*")
+    parser.add_argument("--set", type=int, default=0, help="variations that the tool met together: 1 or 2; 0 for all")
     parser.add_argument("--verbose", action="store_true", help="print what triage said")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = []
     for one in VARIANTS:
-        if fnmatch(f"{one.kind}_{one.name}", options.only):
+        if fnmatch(f"{one.kind}_{one.name}", options.only) and options.set in (0, one.met):
             begun = time.process_time()
             now = judged(one, verbose=options.verbose)
             results.append((one.first, now))

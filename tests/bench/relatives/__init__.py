@@ -16,8 +16,9 @@ class Variant:
     """One variation of a known fault.
 
     Attributes:
-        kind: number of the fault that it varies, or ``clean``.
+        kind: number of the fault that it varies, of a failure mode (``m40``), or ``clean``.
         name: short, unique.
+        met: set of variations that the tool met together, 1 the oldest; the rules were sharpened on each before the next.
         first: outcome when the tool first met it, which is never changed.
         expected: what is right, written down before.
         record: trains into ``folder/sick``, and ``folder/clean`` where it has a healthy twin.
@@ -26,6 +27,7 @@ class Variant:
 
     kind: str
     name: str
+    met: int
     first: str
     expected: Expected
     record: Callable[[Path], None]
@@ -36,7 +38,7 @@ VARIANTS: list[Variant] = []
 
 
 def variant(
-    kind: str, judge: Callable[[Path], str] | None = None, *, first: str, **expected: Any
+    kind: str, judge: Callable[[Path], str] | None = None, *, first: str, met: int = 1, **expected: Any
 ) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
     """Register a function that records a variation."""
     assert first in OUTCOMES, first
@@ -45,7 +47,7 @@ def variant(
         name = record.__name__
         assert name not in {one.name for one in VARIANTS}
         right = Expected(**expected)
-        VARIANTS.append(Variant(kind=kind, name=name, first=first, expected=right, record=record, judge=judge))
+        VARIANTS.append(Variant(kind=kind, name=name, met=met, first=first, expected=right, record=record, judge=judge))
         return record
 
     return add
