@@ -8,7 +8,9 @@ MXFP8Linear are ``aten.mm`` of two MXTensors with E8M0 scales of 32 elements, pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm
+from fp8debug.adapters.interception.regions import ECONOMIES
 from fp8debug.adapters.interception.scale_layouts import SCALE_MODES, side_of_blocks
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
 from fp8debug.kernels.reference import FORMAT_OF
@@ -92,6 +95,41 @@ def _mx_side(x: Any, data: Tensor, scale: Tensor) -> GemmOperand:
 
 
 SUBCLASSES.append(_mx_tensors)
+
+
+@contextmanager
+def _casting_once(observer: Observer) -> Iterator[None]:
+    """Have Float8Linears cast a tensor once where they cast it again in the same way.
+
+    Each casts its input and weight in the forward and in the backward pass and grad_output for two GEMMs, and q, k and v cast one
+    input: eager code spends most of its time on that, where compiled code fuses it.
+    """
+    module: Any = sys.modules.get("torchao.float8.float8_linear")
+    original = getattr(module, "hp_tensor_to_float8_dynamic", None)
+    if original is None:
+        yield
+        return
+    casts: dict[Hashable, Any] = {}
+
+    def cast(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(x) not in (Tensor, nn.Parameter) or torch.is_grad_enabled():
+            return original(x, *args, **kwargs)
+        is_flat = x.is_contiguous() and kwargs.get("axiswise_dim") is None
+        key = observer.cache_key(x.view(-1) if is_flat else x, (args, tuple(sorted(kwargs.items()))))
+        if key is None:
+            return original(x, *args, **kwargs)
+        if key not in casts:
+            casts[key] = original(x, *args, **kwargs)
+        return casts[key].reshape(x.shape)
+
+    module.hp_tensor_to_float8_dynamic = cast
+    try:
+        yield
+    finally:
+        module.hp_tensor_to_float8_dynamic = original
+
+
+ECONOMIES.append(_casting_once)
 
 
 class TorchAo:

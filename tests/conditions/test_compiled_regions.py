@@ -295,6 +295,34 @@ def test_random_numbers_and_buffers_are_as_without_it(tmp_path: Path) -> None:
     assert len({row["module"] for row in rows(tmp_path / "run")}) == 2 * BLOCKS
 
 
+@pytest.mark.parametrize("kind, casts", [("torchao tensorwise", 3), ("torchao rowwise", 6)])
+def test_a_repetition_casts_a_tensor_once_where_torchao_casts_it_twice(
+    kind: str, casts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("torchao.float8.float8_scaling_utils")
+    linears = pytest.importorskip("torchao.float8.float8_linear")
+    original, scaled = utils.tensor_to_scale, list[tuple[int, ...]]()
+    cast_of_library = linears.hp_tensor_to_float8_dynamic
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scaled.append(tuple(x.shape))
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(utils, "tensor_to_scale", counted)
+    model = net(kind, False)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    with fp8debug.watch(model, tmp_path / "run", every=2, what_if=(), compiled="repeat") as watch:
+        for step in range(3):
+            scaled.clear()
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+            model(x).float().square().mean().backward()
+            watch.step()
+    # Each Linear's input, weight and grad_output, which rowwise casts along both dimensions.
+    assert len(scaled) == 2 * BLOCKS * casts
+    assert linears.hp_tensor_to_float8_dynamic is cast_of_library
+
+
 def hooked(block: Block) -> None:
     block.up.register_forward_hook(lambda module, args, output: output * 2)
 

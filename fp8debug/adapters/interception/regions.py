@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -58,6 +58,8 @@ FEWEST_TURNS = 8
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
 #: torchao's parameters of experts: a tensor and the configuration of its GEMMs.
 _WRAPPERS = ("Float8TrainingWeightWrapperTensor", "MXFP8TrainingWeightWrapperTensor")
+#: Return contexts in which the eager code of a repetition runs: what a library computes twice it computes once there.
+ECONOMIES: list[Callable[[Observer], AbstractContextManager[None]]] = []
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -511,7 +513,9 @@ class Regions:
             is_one_of_many = is_distributed and torch.distributed.get_world_size() > 1
             set_modes([_NoCollectives()] if is_one_of_many else [])  # type: ignore[no-untyped-call]  # torch's
             saved = saved_tensors_hooks(_within_memory(region.devices), as_it_is)
-            with _unchanged(region.modules), torch.compiler.set_stance("force_eager"), saved:
+            with _unchanged(region.modules), torch.compiler.set_stance("force_eager"), saved, ExitStack() as economies:
+                for economy in ECONOMIES:
+                    economies.enter_context(economy(self._observer))
                 for module in region.modules:
                     vars(module).pop("_compiled_call_impl", None)  # called as if Module.compile() had not been
                 yield
