@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,15 +55,22 @@ def network(kind: str, is_checkpointed: bool = False) -> nn.Module:
 
 
 def train(
-    kind: str, path: Path | None, *, turns: int | None = TURNS, first: int = 0, microbatches: int = 1, checkpointed: bool = False
-) -> list[object]:
-    model = network(kind, checkpointed)
+    kind: str,
+    path: Path | None,
+    *,
+    turns: int | None = TURNS,
+    first: int = 0,
+    microbatches: int = 1,
+    checkpointed: bool = False,
+    device: str = "cpu",
+) -> list[Any]:
+    model = network(kind, checkpointed).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch = path and fp8debug.watch(model, path, every=EVERY, what_if=(), turns=turns, resume_from=first or None)
     losses = []
     for step in range(first, first + STEPS):
         for part in range(microbatches):
-            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + part)).bfloat16()
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + part)).bfloat16().to(device)
             x.requires_grad_()  # so that the first layer has all nine sites
             loss = model(x).float().square().mean()
             loss.backward()
@@ -104,6 +112,14 @@ def test_each_module_is_recorded_in_one_of_so_many_sampled_steps(
         assert steps == [0, 6], table
     later = run.sql("SELECT DISTINCT module, gemm, tensor FROM sites WHERE step > 0").to_pylist()
     assert len(later) == LAYERS * len(NINE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["native", "plain", "scaled_mm", "compiled"])
+def test_each_module_is_recorded_in_turn_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    watched = train(kind, tmp_path / "run", microbatches=2, device="cuda")
+    assert same(watched, train(kind, None, microbatches=2, device="cuda"))
+    assert recorded(tmp_path / "run") == EXPECTED
 
 
 def test_rows_are_those_of_a_run_in_which_all_are_recorded(tmp_path: Path) -> None:
