@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -366,12 +367,19 @@ def operand_slots(cast: Cast, tensor: str, shape: tuple[int, int], noise: random
 def histogram(count: int, amax: float) -> list[int]:
     """Return a log2 histogram of ``count`` elements that halves with each binade below its second highest."""
     top = math.floor(math.log2(amax)) - FIRST_LOG2
+    weights, total = _weights(top)
+    bins = [int(count * w / total) for w in weights]
+    bins[top - 1] += count - sum(bins)
+    return bins
+
+
+@cache
+def _weights(top: int) -> tuple[list[float], float]:
+    """Return the weights of a histogram's bins up to its highest, and their sum."""
     weights = [0.0] * NUM_BINS
     for i in range(top + 1):
         weights[i] = 0.05 if i == top else 2.0 ** (i - top + 1)
-    bins = [int(count * w / sum(weights)) for w in weights]
-    bins[top - 1] += count - sum(bins)
-    return bins
+    return weights, sum(weights)
 
 
 def with_underflow(row: Slots) -> list[int]:

@@ -45,8 +45,13 @@ def parse(expression: str) -> ast.expr:
 
 def names(expression: str) -> list[str]:
     """Return the slot names that an expression reads, sorted."""
+    return list(_names(expression))
+
+
+@cache
+def _names(expression: str) -> tuple[str, ...]:
     found = {node.id for node in ast.walk(parse(expression)) if isinstance(node, ast.Name)}
-    return sorted(found - {*_FUNCTIONS, "max"})
+    return tuple(sorted(found - {*_FUNCTIONS, "max"}))
 
 
 def evaluate(expression: str, values: Mapping[str, float | None]) -> float | None:
@@ -82,6 +87,7 @@ def _called(name: str, value: float) -> float | None:
     return -math.inf if value == 0 and name != "sqrt" else _FUNCTIONS[name](value)
 
 
+@cache
 def to_sql(expression: str) -> str:
     """Return the expression as SQL over columns of the same names."""
     return _sql(parse(expression))

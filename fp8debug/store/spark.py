@@ -159,6 +159,10 @@ class _OnSpark(Run):
             self._open()
             return self._query(query, params)
 
+    def _first_row(self, query: str) -> tuple[Any, ...] | None:
+        rows = self._query(query, None).to_pylist()
+        return tuple(rows[0].values()) if rows else None
+
     def _are_here(self, query: str) -> bool:
         """Return whether the driver has, or now has, all tables that a query names."""
         names = set(re.findall(r"\b(?:FROM|JOIN)\s+(\w+)", query, re.IGNORECASE))

@@ -13,6 +13,7 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 from fp8debug.metrics import derived_columns, slots
@@ -169,7 +170,12 @@ def look(conditions: Iterable[Condition | Keys | str], columns: Iterable[str], *
 
 def _fraction(column: str) -> tuple[str, str, bool]:
     """Return numerator and denominator of a derived column as SQL, and whether it is -10 log10 of the fraction."""
-    tree, of_log = parse(derived_columns()[column].expression), False
+    return _sides_of(column, derived_columns()[column].expression)
+
+
+@cache
+def _sides_of(column: str, expression: str) -> tuple[str, str, bool]:
+    tree, of_log = parse(expression), False
     match tree:
         case ast.BinOp(left=ast.UnaryOp(operand=ast.Constant(value=10)), op=ast.Mult(), right=ast.Call(args=[inner])):
             tree, of_log = inner, True

@@ -52,8 +52,8 @@ class Group:
 def linears(run: Run) -> list[dict[str, Any]]:
     """Return the modules of the manifest in execution order, each value of its type or None."""
     query = "SELECT fqn, in_features, out_features, fp8, requested, call_index FROM modules"
-    rows: list[dict[str, Any]] = run.sql(query).to_pylist()
-    return rows
+    rows: list[dict[str, Any]] = run.memo("linears", lambda: run.sql(query).to_pylist())
+    return [dict(row) for row in rows]
 
 
 def numbered(run: Run, min_members: int = 2) -> list[Group]:

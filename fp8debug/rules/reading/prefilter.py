@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from fp8debug.metrics import derived_columns
 from fp8debug.metrics.expression import names
-from fp8debug.rules.reading.conditions import Look
+from fp8debug.rules.reading.conditions import RUNNING, Look
 from fp8debug.store.schema import SITE_KEYS
 from fp8debug.types import OPERAND_SITES, RESULTS
 
@@ -97,8 +97,7 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
     screened.looks |= asked
     known = list(screened.looks.values())
     if is_kept_whole(run):
-        counts = ", ".join(f"count(*) FILTER (WHERE {look.rows}) AS n{place}" for place, look in enumerate(known))
-        found = list(run.sql(f"SELECT {counts} FROM sites").to_pylist()[0].values())
+        found = list(run.first_row(_any_rows(known)) or ())
     else:
         found = keep_suspects(run, known)
     screened.found = {look.rows for look, num in zip(known, found, strict=True) if num}
@@ -111,6 +110,13 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
         keys = ", ".join(SITE_KEYS)
         run.hold({"suspected": f"SELECT {', '.join(slots)} FROM raw SEMI JOIN suspects USING ({keys})"})
         run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {any_of(screened.found)}"})
+
+
+def _any_rows(looks: Sequence[Look]) -> str:
+    """Return the query for one row that tells, for each look, whether it has rows; what most share is written once."""
+    texts = [look.rows for look in looks]
+    texts = [f"is_running{text.removeprefix(RUNNING)}" if text.startswith(f"{RUNNING} AND ") else text for text in texts]
+    return f"SELECT {', '.join(f'bool_or({text})' for text in texts)} FROM (SELECT *, {RUNNING} AS is_running FROM sites)"
 
 
 def may_have(run: Run, look: Look) -> bool:
@@ -166,7 +172,7 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 def has_cast(run: Run, which: str) -> bool:
     """Return whether a cast was recorded for which a predicate holds."""
     query = f"SELECT 1 AS one FROM raw WHERE {which} LIMIT 1"
-    return bool(run.memo(f"has cast {which}", lambda: run.sql(query).num_rows > 0))
+    return bool(run.memo(f"has cast {which}", lambda: run.first_row(query) is not None))
 
 
 def batches(run: Run, query: str, params: Sequence[object] = (), first: int = 0) -> Iterator[pa.Table]:

@@ -223,6 +223,17 @@ class Run:
             raise UsageError(f"a query is one SELECT as text, got {query!r}")
         return self._again(lambda: self._query(query, params))
 
+    def first_row(self, query: str) -> tuple[Any, ...] | None:
+        """Return the first row of the answer to one of our own queries, without parameters; None where it has none.
+
+        It is planned once; an answer of :meth:`sql` is planned for its names and types, and again to be computed.
+        """
+        return self._again(lambda: self._first_row(query))
+
+    def _first_row(self, query: str) -> tuple[Any, ...] | None:
+        rows = self._connection.execute(query).fetchall()
+        return rows[0] if rows else None
+
     def _again(self, ask: Callable[[], _T]) -> _T:
         """Ask; where a file turns out to be damaged, ask again without it."""
         with self._lock:
@@ -465,13 +476,19 @@ class Run:
 
     def has(self, column: str) -> bool:
         """Return whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
-        views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats"), "ranks": "sites"}
+        derived = self._rows_of_ranks
+        views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, derived), "ranks": "sites"}
         if column not in views:
             return False
-        early = views[column] == "stats" and self.memo("early", self._early).get(column)
+        early = views[column] == derived and self.memo("early", self._early).get(column)
         view = "raw" if column in self.slots else views[column]
         query = f"SELECT 1 AS one FROM {view} WHERE {column} IS NOT NULL LIMIT 1"
-        return bool(early) or self.memo(f"has {column}", lambda: self.sql(query).num_rows > 0)
+        return bool(early) or self.memo(f"has {column}", lambda: self.first_row(query) is not None)
+
+    @property
+    def _rows_of_ranks(self) -> str:
+        """View of the rows of each rank with derived columns: of one rank, ``sites``, which may be in memory."""
+        return "sites" if len(self.ranks) == 1 else "stats"
 
     def _early(self) -> dict[str, bool]:
         """Return which columns hold something at the first sampled step: nearly all that ever do."""
@@ -479,8 +496,8 @@ class Run:
         asked = [name for name in self._columns if name not in ("ranks", "log2_hist")]
         known = ", ".join(f"count({name}) > 0 AS {name}" for name in asked)
         first = min((step for step in self.sampled_steps if step is not None), default=0)
-        row: dict[str, bool] = self.sql(f"SELECT {known} FROM stats WHERE step = {first}").to_pylist()[0]
-        return row
+        row = self.first_row(f"SELECT {known} FROM {self._rows_of_ranks} WHERE step = {first}") or ()
+        return dict(zip(asked, row, strict=True))
 
     def table(
         self,
