@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8debug.rules import RULES, Rule, triage
-from fp8debug.rules.reading.prefilter import MAX_HISTOGRAMS, SMALL
+from fp8debug.rules.reading.prefilter import MAX_HISTOGRAMS
 from fp8debug.store.read.run import Run
 from fp8debug.store.stream import write_part
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
@@ -28,35 +28,38 @@ CASTS = ("e4m3fn tensorwise delayed(16,max)", "e5m2 1x128 current", "e4m3fn 128x
 def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that a run is asked from here on."""
     asked: list[str] = []
-    ask = Run.sql
+    ask, ask_for_row = Run.sql, Run.first_row
 
     def heard(self: Run, query: str, params: Any = None) -> Any:
         asked.append(query)
         return ask(self, query, params)
 
+    def heard_for_row(self: Run, query: str) -> Any:
+        asked.append(query)
+        return ask_for_row(self, query)
+
     monkeypatch.setattr(Run, "sql", heard)
+    monkeypatch.setattr(Run, "first_row", heard_for_row)
     return asked
 
 
-def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch, max_histograms: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the verdicts on a run that is read whole and on the same run screened, in batches of a few steps."""
-    monkeypatch.setattr("fp8debug.rules.reading.prefilter.MAX_HISTOGRAMS", max_histograms)
-    whole = triage(path).to_dict()
-    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
-    monkeypatch.setattr("fp8debug.rules.reading.prefilter.BATCH", 500)
-    screened = triage(path).to_dict()
-    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", SMALL)
-    return whole, screened
+def screened(path: Path, monkeypatch: pytest.MonkeyPatch, max_histograms: int = 0) -> dict[str, Any]:
+    """Return the verdict on a run that is screened, in batches of a few steps."""
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8debug.rules.reading.prefilter.MAX_HISTOGRAMS", max_histograms)
+        patch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
+        patch.setattr("fp8debug.rules.reading.prefilter.BATCH", 500)
+        return triage(path).to_dict()
 
 
 @pytest.mark.parametrize("code", sorted(FIRES))
 def test_every_rule_fires_on_a_screened_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Histograms of suspects are read where they lie, as of a run with many, or with the suspects."""
     write(tmp_path / "run", Plan(**FIRES[code]))
+    whole = triage(tmp_path / "run").to_dict()
+    assert code in {finding["code"] for finding in whole["findings"]}
     for max_histograms in (0, MAX_HISTOGRAMS):
-        whole, screened = both_ways(tmp_path / "run", monkeypatch, max_histograms)
-        assert code in {finding["code"] for finding in whole["findings"]}
-        assert screened == whole
+        assert screened(tmp_path / "run", monkeypatch, max_histograms) == whole
 
 
 def share(low: float, high: float) -> Callable[[random.Random], Callable[[Slots], int]]:
@@ -108,8 +111,7 @@ def wild_plan(seed: int) -> Plan:
 @pytest.mark.parametrize("seed", range(8))
 def test_wild_runs_of_several_ranks_have_one_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     write(tmp_path / "run", wild_plan(seed))
-    whole, screened = both_ways(tmp_path / "run", monkeypatch)
-    assert screened == whole
+    assert screened(tmp_path / "run", monkeypatch) == triage(tmp_path / "run").to_dict()
 
 
 def test_a_bad_sum_needs_a_bad_rank_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +123,9 @@ def test_a_bad_sum_needs_a_bad_rank_and_no_more(tmp_path: Path, monkeypatch: pyt
         Override(**site, ranks=(1,), slots={**delayed, "headroom": 9.0}),
     ]
     write(tmp_path / "run", Plan(world_size=2, overrides=overrides))
-    whole, screened = both_ways(tmp_path / "run", monkeypatch)
+    whole = triage(tmp_path / "run").to_dict()
     assert [finding["code"] for finding in whole["findings"]] == ["F101"]
-    assert screened == whole
+    assert screened(tmp_path / "run", monkeypatch) == whole
 
 
 def test_no_rule_reads_the_whole_of_a_clean_large_run(
@@ -158,7 +160,7 @@ def test_every_look_is_one_that_its_rule_asks_for() -> None:
 
 def test_rules_without_looks_still_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "run", Plan(**FIRES["F113"]))
-    whole, _ = both_ways(tmp_path / "run", monkeypatch)
+    whole = triage(tmp_path / "run").to_dict()
     monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
     monkeypatch.setattr(type(RULES.get("F113")), "looks", Rule.looks)
     assert triage(tmp_path / "run").to_dict() == whole
