@@ -197,13 +197,18 @@ def test_the_health_of_a_large_run_is_known_before_and_after_its_table_is_in_mem
 def queries_asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that each query of a run is added to from now on."""
     asked: list[str] = []
-    ask = Run.sql
+    ask, ask_for_row = Run.sql, Run.first_row
 
     def sql(self: Run, query: str, *params: Any) -> Any:
         asked.append(query)
         return ask(self, query, *params)
 
+    def first_row(self: Run, query: str) -> Any:
+        asked.append(query)
+        return ask_for_row(self, query)
+
     monkeypatch.setattr(Run, "sql", sql)
+    monkeypatch.setattr(Run, "first_row", first_row)
     return asked
 
 
