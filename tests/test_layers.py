@@ -6,6 +6,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,9 +126,11 @@ def imports(source: str, package: str) -> Iterator[Import]:
             case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
                 for statement in node.orelse:
                     yield from walk(statement, at_load)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
                 for child in ast.iter_child_nodes(node):
                     yield from walk(child, False)
+            case ast.expr():
+                return  # no statement is in one, and most nodes are
             case _:
                 for child in ast.iter_child_nodes(node):
                     yield from walk(child, at_load)
@@ -143,9 +146,12 @@ class Tree:
     """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
-        self.imports = {
-            name.removesuffix(".__init__"): list(imports(text, name.rpartition(".")[0])) for name, text in sources.items()
-        }
+        self._sources = {name.removesuffix(".__init__"): (name.rpartition(".")[0], text) for name, text in sources.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, list[Import]]:
+        """The imports of each module, for the first test that asks: every worker of pytest-xdist loads this file."""
+        return {name: list(imports(text, package)) for name, (package, text) in self._sources.items()}
 
     def module(self, target: str) -> str | None:
         """Return the module of ours that ``import target`` or ``from ... import`` of its last part loads, if any."""
@@ -196,7 +202,7 @@ class Tree:
 
     def under(self, names: tuple[str, ...]) -> list[str]:
         """Return the modules of these units."""
-        return [m for m in self.imports if any(m == n or (n != "fp8debug" and m.startswith(n + ".")) for n in names)]
+        return [m for m in self._sources if any(m == n or (n != "fp8debug" and m.startswith(n + ".")) for n in names)]
 
 
 def unit(module: str) -> str:
