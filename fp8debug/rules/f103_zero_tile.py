@@ -260,14 +260,17 @@ class ZeroTileNan(Rule):
             cure = "clear the result's buffer before this GEMM, check the rows it writes; else BF16 for this GEMM"
         elif origin.count is None:
             given = "input and weight were" if row["gemm"] == "fprop" else "grad_output was"
+            known = _without_zero_blocks(run, row)
+            zeros = f" (its operands had none at {known} sampled steps before; an amax eps cures it)" if known else ""
+            eps = "" if known else " amax_eps=1e-12 for a block of zeros,"
             message = (
                 f"the {row['gemm']} {row['tensor']} holds a NaN or Inf at step {origin.step}, which was not sampled, and {given}"
-                " finite: the cast makes NaN of a block of zeros, a scale is NaN or Inf, the GEMM overflows, or it leaves rows"
-                " unwritten"
+                " finite: a scale is NaN or Inf, the GEMM overflows, it leaves rows unwritten, or the cast makes NaN of a block"
+                f" of zeros{zeros}"
             )
             cure = (
-                f"sample step {origin.step} (every=1) to see which: amax_eps=1e-12 for a block of zeros, a scale that is loaded"
-                " or computed before its first use, a cleared result buffer for unwritten rows; else BF16 for this GEMM"
+                f"sample step {origin.step} (every=1) to see which:{eps} a scale that is loaded or computed before its first use,"
+                " a cleared result buffer for unwritten rows; else BF16 for this GEMM"
             )
         elif not counts_operands(run, row):
             message = (
@@ -340,6 +343,21 @@ def _is_of_cached_weight(run: Run, row: Mapping[str, Any]) -> bool:
         " AND step = ? AND num_reread > 0 AND reread_sum_x2 = 0 AND sum_x2 > 0 AND num_nan + num_inf + num_actual_nonfinite = 0"
     )
     return bool(run.sql(query, [row["module"], row["gemm"], row["step"]]).num_rows)
+
+
+def _without_zero_blocks(run: Run, row: Mapping[str, Any]) -> int:
+    """Return at how many sampled steps before a row's both operands of its GEMM had no block of zeros; 0 where one had.
+
+    A cast that makes NaN of such blocks would have made it there; where they never came, one step more hardly has one.
+    """
+    if not run.has("num_zero_blocks"):
+        return 0
+    query = (
+        "SELECT count(DISTINCT step) AS num, count(DISTINCT tensor) AS operands, max(num_zero_blocks) AS most FROM sites"
+        " WHERE actual AND reference = 'operand' AND module = ? AND gemm = ? AND step < ? AND num_zero_blocks IS NOT NULL"
+    )
+    found = run.sql(query, [row["module"], row["gemm"], row["step"]]).to_pylist()[0]
+    return int(found["num"]) if found["operands"] == 2 and not found["most"] else 0
 
 
 def _is_still_up(run: Run, begun: int, step: int, num: int) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.metrics import limits
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
-from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.conditions import IS_POWER_OF_TWO, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.histories import HistoryLimits, operands_of_history
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
@@ -23,6 +23,8 @@ _STRONGER = ("F107", "F112", "F113", "F117", "F118", "F119", "F121")
 #: Casts under whose own scale no value lies beyond the format's max: an E4M3 scale (NVFP4) is rounded to nearest, and pow2_even
 #: (torchao's EVEN) lets an amax clip that the format's mantissa rounds down.
 _CLIPS_NOTHING = f"NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2_even%'"
+#: The cure where rounding down is not declared.
+_OWN_SCALE = "check the cast's kernel, and that it makes the scales from this very tensor; else BF16 for this GEMM"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class ScaleRoundedDown(Rule, HistoryLimits):
             f" OR {_CLIPS_NOTHING} AND num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
             f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared}",
         ]
-        return look(conditions, ["overflow_rate", "gain"])
+        return look(conditions, ["overflow_rate", "gain", f"{IS_POWER_OF_TWO} AS is_pow2"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""
@@ -105,7 +107,8 @@ class ScaleRoundedDown(Rule, HistoryLimits):
             declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"
             if not declared and (trace.module, trace.gemm, trace.tensor, trace.cast_name) in of_history:
                 continue
-            cause = "pow2_floor rounds scale_inv down" if declared else "the kernel makes its scale too small"
+            older = "" if row["is_pow2"] else ", or takes that of an earlier step"
+            cause = "pow2_floor rounds scale_inv down" if declared else f"the kernel makes its scale too small{older}"
             message = (
                 f"{percent(rate)} of the {trace.gemm} {trace.tensor} clips at step {row['step']} under its own current"
                 f" scale: {cause}" + (f" (gain {gain:.4f})" if gain is not None else "")
@@ -113,7 +116,7 @@ class ScaleRoundedDown(Rule, HistoryLimits):
             severity = Severity.ERROR if rate > self.max_rate else Severity.WARNING
             threshold = self.max_rate if severity is Severity.ERROR else 0.0
             finding = trace.finding(self, severity, message, value=rate, threshold=threshold)
-            yield finding if declared else replace(finding, cure="check the cast's kernel; else BF16 for this GEMM")
+            yield finding if declared else replace(finding, cure=_OWN_SCALE)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to what makes the scale another tensor's: a second cast, a stale or foreign weight, one code for all."""

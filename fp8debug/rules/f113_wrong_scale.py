@@ -28,13 +28,17 @@ from fp8debug.rules.reading.traces import (
     times,
     traces,
 )
-from fp8debug.rules.reading.weights import HAS_SHRUNK, has_small_scales
+from fp8debug.rules.reading.weights import HAS_SHRUNK, WeightLimits, has_small_scales, is_clipped
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 #: The cures where one scale is older than its tensor: of a weight, and of what is computed anew in each microbatch.
 _RECOMPUTE = "recompute the scale after the tensor was loaded or replaced; else BF16 here"
+_RECOMPUTE_BLOCKS = (
+    "make the scales from the tensor that is cast, at each cast, and anew after it was loaded or replaced (no scale that is kept"
+    " from an earlier step); else BF16 here"
+)
 _ROUND_BEFORE = "round a scale to a power of two before the data are made with it, and upwards; or "
 _OF_BLOCKS = (
     "take each block's scale from its own largest magnitude, and check that the GEMM reads the scales of its own rows (of each"
@@ -76,7 +80,9 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
         earlier tensor (before a checkpoint was loaded). A program with delayed scaling of its own does so for a step or two,
         whatever its casts are called: one scale that moves, and that is at times larger than its tensor needs, is of a
         history, and is reported where more clips than a history may cost. Also block scales under which some rows of a weight
-        clip while others are right, so that no element grew. Scales that differ between blocks and do not fit are F119.
+        clip while others are right, so that no element grew; and those under which values clip while all else is rounded as it
+        should be, in all rows: scales of an earlier step. Data of an earlier step are F112, whose error lies in all elements.
+        Scales of other blocks, of which elements grow too, are F119.
         A scale may also be applied outside the GEMM, or on the other operand's side. Not reported: an operand whose
         scale_inv is 1 in every block, because the program then multiplies before or after (that it does so was not looked
         at); and two operands whose factors make 1 together, or that are both off where their GEMM's result is right (of
@@ -113,6 +119,8 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
           1.143 with a scale rounded down.
         - min_mixed_rows 0.03, min_judged_rows 0.8: of a weight with several scales, the share of rows that clip, and that are
           right, and of both together; as in F121.
+        - max_own_scale_sqnr_db 30: SQNR below which an operand with several scales is judged by what clips; the errors that
+          rounding leaves are this far below it. numerics.md, 4 (warn below 30), 6 dB lower for E5M2.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
         - min_exact_headroom 1.07, min_clipped 8, max_clipped_rate 0.001: the same where the one scale is no power of two, so
           that nothing was rounded down: from so many clipped elements on it was made from a smaller amax, of a part of the
@@ -179,6 +187,7 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
     max_unused_underflow: float = 0.01
     min_unused_steps: int = 2
     max_spread: float = 0.002
+    max_own_scale_sqnr_db: float = WeightLimits.max_own_scale_sqnr_db
     min_own_share: float = ScaleRange.min_own_share
     min_own_share_transformed: float = ScaleRange.min_own_share_transformed
 
@@ -230,17 +239,18 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
 
     @property
     def _clipped(self) -> Look:
+        clipped = is_clipped(self.max_own_scale_sqnr_db)
         conditions: Conditions = [
             Condition("headroom", ">", min(self.min_headroom, self.min_exact_headroom)),
             Keys("cast_name LIKE '% current%'"),
             f"numel >= {self.min_elements} AND num_saturated > 0"
             f" AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}"
-            f" AND (headroom > {self.min_headroom} AND ({ONE_SCALE} OR tensor = 'weight' AND {HAS_SHRUNK})"
-            f" OR num_saturated >= {self.min_clipped} AND {ONE_SCALE} AND {_IS_NO_POWER_OF_TWO})",
+            f" AND (headroom > {self.min_headroom} AND ({ONE_SCALE} OR {clipped} OR tensor = 'weight' AND {HAS_SHRUNK})"
+            f" OR num_saturated >= {self.min_clipped} AND ({ONE_SCALE} OR {clipped}) AND {_IS_NO_POWER_OF_TWO})",
         ]
         columns = ["headroom", "overflow_rate", "amax", *SCALE_COLUMNS]
         columns += ["bad_row_rate", "good_row_rate", f"{ONE_SCALE} AS has_one_scale", f"{HAS_SHRUNK} AS has_shrunk"]
-        return look(conditions, columns)
+        return look(conditions, [*columns, f"{clipped} AS is_clipped"])
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
@@ -270,13 +280,7 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
                 continue
             row = trace.worst("headroom")
             if not row["has_one_scale"]:
-                message = (
-                    f"{percent(row['overflow_rate'])} of the {trace.gemm} weight clips at step {row['step']}, up to"
-                    f" {times(row['headroom'])} times beyond its block's scale, in {percent(row['bad_row_rate'])} of its rows;"
-                    " the others are right: scales of other blocks, or of the greatest value in place of the magnitude"
-                )
-                finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
-                yield replace(finding, cure=_OF_BLOCKS)
+                yield self._of_blocks(trace, row)
                 continue
             if row["scale_inv_max"] == 0 and trace.tensor != "weight":
                 message = (
@@ -304,6 +308,27 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
 
         yield from self._unapplied(run, scaled_on_other_side(run, moved, self))
         yield from self._unused_range(run)
+
+    def _of_blocks(self, trace: Trace, row: dict[str, Any]) -> Finding:
+        """Return the finding of values that clip under the scales of their blocks or rows."""
+        where = (
+            f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}, up to"
+            f" {times(row['headroom'])} times beyond its block's scale"
+        )
+        if self._has_small_scales(row):
+            why = (
+                f", in {percent(row['bad_row_rate'])} of its rows; the others are right: scales of other blocks, or of the"
+                " greatest value in place of the magnitude"
+            )
+            cure = _OF_BLOCKS
+        else:
+            why = (
+                ", and all else is rounded as it should be: the data are this step's, and the scales those of an earlier step, of"
+                " what was there before a load, or of a part of the tensor"
+            )
+            cure = _RECOMPUTE_BLOCKS
+        finding = trace.finding(self, Severity.ERROR, where + why, value=row["headroom"], threshold=self.min_headroom)
+        return replace(finding, cure=cure)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to codes of another format, and to scales made for one, whose ratio says more than that they are too small."""
@@ -369,7 +394,10 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
 
     def _is_scale(self, row: dict[str, Any]) -> bool:
         """Return whether the scales are at fault: one for all blocks, or some that are too small for their rows."""
-        return bool(row["has_one_scale"]) or has_small_scales(row, self.min_headroom, self.min_mixed_rows, self.min_judged_rows)
+        return bool(row["has_one_scale"] or row["is_clipped"]) or self._has_small_scales(row)
+
+    def _has_small_scales(self, row: dict[str, Any]) -> bool:
+        return has_small_scales(row, self.min_headroom, self.min_mixed_rows, self.min_judged_rows)
 
 
 def _share(trace: Trace) -> float:

@@ -23,7 +23,7 @@ from fp8debug.rules.reading.traces import (
     times,
     traces,
 )
-from fp8debug.rules.reading.weights import HAS_SHRUNK, WeightLimits, are_scales_of_others, has_outgrown, starts_of
+from fp8debug.rules.reading.weights import HAS_SHRUNK, WeightLimits, are_scales_of_others, has_outgrown, is_clipped, starts_of
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -82,6 +82,7 @@ class ScaleGrid(Rule, ElsewhereLimits, JoinedLimits):
           rounded, by 1/17, and a Hadamard transform moves the amax. No published basis for the margin.
         - min_coefficient 0.9, max_block_growth 4, max_flushed_rate 0.05, min_own_cosine 0.9: what parts other blocks' scales from
           an older weight that outgrew its scales, and from another weight's values at a start; F112 says where they come from.
+        - max_own_scale_sqnr_db 30: by which all that is wrong clips, so that the scales are older than the tensor; as in F113.
         - max_joined 8, max_joined_error 0.1: where some of at most so many microbatches are another tensor's, the norm lies
           within the latter of the tensor's, as one of the same module has about its size, and the cosine within as much of a
           microbatch of their share: unrelated tensors of e elements have a cosine of 1 / sqrt(e), so that shares of eight are
@@ -109,6 +110,7 @@ class ScaleGrid(Rule, ElsewhereLimits, JoinedLimits):
     max_block_growth: float = WeightLimits.max_block_growth
     max_flushed_rate: float = WeightLimits.max_flushed_rate
     min_own_cosine: float = WeightLimits.min_own_cosine
+    max_own_scale_sqnr_db: float = WeightLimits.max_own_scale_sqnr_db
     min_own_share: float = ScaleRange.min_own_share
     min_own_share_transformed: float = ScaleRange.min_own_share_transformed
 
@@ -120,6 +122,7 @@ class ScaleGrid(Rule, ElsewhereLimits, JoinedLimits):
             f"(sqnr_db < {self.max_sqnr_db} OR {_IS_FINE} AND sqnr_db < {HIGHEST_FLOOR_DB}) AND cosine < {self.max_cosine}",
             f"numel >= {self.min_elements} AND NOT {are_cut_off(self.min_own_share, self.min_own_share_transformed)}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
+            f"NOT {is_clipped(self.max_own_scale_sqnr_db)}",
             f"NOT (tensor = 'weight' AND {has_outgrown(self.min_coefficient, self.max_block_growth, self.max_flushed_rate)})",
         ]
         return look(conditions, ["sqnr_db", "headroom", "norm_ratio", *SCALE_COLUMNS])

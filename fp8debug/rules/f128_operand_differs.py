@@ -19,6 +19,7 @@ from fp8debug.rules.reading.traces import (
     ElsewhereLimits,
     JoinedLimits,
     Trace,
+    above,
     num_right,
     percent,
     scaled_elsewhere,
@@ -121,6 +122,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         - max_unmeasured_underflow 0.5: share of underflow that counts, for as long, where no error was recorded, as in an
           imported log; numerics.md, 4 acts above 5 %, and such a log may count values that were zero before the cast.
           At the last sampled step alone, after as many healthy ones, it is a warning: no later step tells whether it lasts.
+        - min_unmeasured_jump 0.25: the same of underflow that was below max_lost_rate at early_steps sampled steps or more and is
+          beyond this from one to the next, to the end of the run: a warning, as zeros before the cast may be counted. No
+          published basis; numerics.md, 4 acts above 5 %.
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
@@ -183,6 +187,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     delayed_steps: int = 2
     warmup: int = 8
     max_unmeasured_underflow: float = limits.MAX_UNDERFLOW_UNMEASURED
+    min_unmeasured_jump: float = 0.25
     early_steps: int = 4
     max_unmeasured_headroom: float = 8.0
     max_amax_floor: float = 1e-12
@@ -219,7 +224,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
 
     @property
     def _unmeasured(self) -> Look:
-        limit = self.max_unmeasured_underflow
+        limit = min(self.max_unmeasured_underflow, self.max_lost_rate)
         return look([Condition("underflow_rate", ">", limit), "sqnr_db IS NULL"], ["underflow_rate"])
 
     @property
@@ -354,9 +359,12 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
 
     def _without_errors(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose error was not recorded, by their underflow and their scale."""
-        for trace in traces(run, self._unmeasured):
-            severity, steps = self._lasts(trace)
-            if severity is not None:
+        for whole in traces(run, self._unmeasured):
+            trace = whole.where(above("underflow_rate", self.max_unmeasured_underflow))
+            severity, steps = (None, "") if trace is None else self._lasts(trace)
+            if severity is None and self._jumps(whole):
+                yield self._jumped(whole)
+            elif severity is not None and trace is not None:
                 row = trace.worst("underflow_rate")
                 message = (
                     f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step"
@@ -377,6 +385,26 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
                     " not recorded"
                 )
                 yield trace.finding(self, severity, message, value=row["headroom"], threshold=limit)
+
+    def _jumps(self, trace: Trace) -> bool:
+        """Return whether the share of zeros rose at once, beyond what counts, after as many sampled steps, and stays there.
+
+        Zeros that are counted along with what underflows, as those of padding or of a ReLU, are there from the start.
+        """
+        later = [step for step in trace.sampled if step >= trace.rows[0]["step"]]
+        before = len(trace.sampled) - len(later)
+        is_far = all(row["underflow_rate"] > self.min_unmeasured_jump for row in trace.rows)
+        return is_far and len(trace.rows) == len(later) >= self.delayed_steps and before >= self.early_steps
+
+    def _jumped(self, trace: Trace) -> Finding:
+        row = trace.worst("underflow_rate")
+        message = (
+            f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step {row['step']},"
+            f" and less than {percent(self.max_lost_rate)} at every sampled step before step {trace.rows[0]['step']}: its scale"
+            " was made for larger values, or its tensor became zero (more padding); its SQNR was not recorded"
+        )
+        limit = self.min_unmeasured_jump
+        return trace.finding(self, Severity.WARNING, message, value=row["underflow_rate"], threshold=limit)
 
     def _lasts(self, trace: Trace) -> tuple[Severity | None, str]:
         """Return how much statistics without an error count, None for not at all, and at which steps they are bad.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Of an optimizer whose formula is not known, weights of these are not judged: what does not move may not be meant to.
 _FINE = ("float32", "float64")
+#: Distance of two values over the largest power of two below them, of the dtypes of weights that round updates away.
+_EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 #: Relative distance of two FP32 values, at most.
 _FP32_SPACING = 2.0**-23
 #: SQL over ``updates``: the rows of weights without an FP32 copy, and their sums by module.
@@ -29,6 +31,7 @@ _SUMS = (
     " CAST(sum(num_lost) AS DOUBLE) AS num_lost,"
     " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
     " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved,"
+    " CAST(sum(num_moved) AS DOUBLE) AS num_moved, sum(sum_update2) AS update2, CAST(sum(num_sampled) AS DOUBLE) AS num_sampled,"
     " max(num_moved) AS most_moved, sum(sum_weight2) AS weight2, sum(sum_grad2) AS grad2"
 )
 _LEFT_OUT = (
@@ -65,7 +68,9 @@ class UpdatesRoundedAway(Rule):
         begins during a run and lasts to its end counts from there on, where a typical update is larger than the distance of two
         values of the dtype: the dtype loses no such update, so that something writes the weight to a coarser grid. FP32
         weights do not count whose updates lie below the distance of two FP32 values: their gradient is next to 0, as under SGD
-        behind a gate that starts from 0. Of an optimizer with another formula the share of elements that moved is judged alone.
+        behind a gate that starts from 0.
+        Of an optimizer with another formula the share of elements that moved is judged alone: next to none is a warning, and
+        less than half, which move by about the distance of two values, information, as it may round stochastically.
         step-count-stands: the count of steps that Adam keeps, and corrects the bias of its moments by, is the same at all sampled
         steps from one on, though the optimizer moves the weight at each of them: a count in BF16 ends at 256, one in FP16 at
         2048. Information where that changes no update by more than min_count_factor.
@@ -96,6 +101,9 @@ class UpdatesRoundedAway(Rule):
         - error_lost 0.9, error_gain 0.1: an error beyond both.
         - min_moved 0.01: share of elements with a gradient that moves in the best sampled step, of an optimizer whose formula
           is not known. No published basis.
+        - max_step 2: of such an optimizer, information: RMS of the update of the elements that moved, over the distance of two
+          values at the weight's RMS, up to which less than 1 - max_lost of moved elements says that the others' updates are
+          lost. Closed form: an element that moves because its update is above half the distance moves by one of them.
         - min_steps 3: sampled steps with updates. No published basis.
         - min_count_factor 1.01: of step-count-stands, sqrt(1 - beta2^t) / (1 - beta1^t) at the number of steps that it should be,
           over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
@@ -120,6 +128,7 @@ class UpdatesRoundedAway(Rule):
     error_lost: float = 0.9
     error_gain: float = 0.1
     min_moved: float = 0.01
+    max_step: float = 2.0
     min_steps: int = 3
     min_count_factor: float = 1.01
     min_rate_change: float = 2.0
@@ -223,6 +232,28 @@ class UpdatesRoundedAway(Rule):
                        steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=0.0, threshold=self.min_moved,
                        message=message, cure=_LEFT_OUT, call_index=call_index)  # fmt: skip
 
+    def _partly(self, run: Run, row: Mapping[str, Any], where: str, call_index: int) -> Finding | None:
+        """Return what an optimizer of unknown formula leaves: few elements move, and those by about one value of the dtype.
+
+        Updates of elements are of one size: where many stay and the others move to the next value, the size is below half the
+        distance of two values. An optimizer that updates a few elements on purpose moves them further.
+        """
+        spacing = _spacing(row)
+        if spacing is None or row["moved"] >= 1 - self.max_lost or not row["num_moved"]:
+            return None
+        by = math.sqrt(row["update2"] / row["num_moved"]) / spacing
+        if by > self.max_step:
+            return None
+        message = (
+            f"at most {percent(row['moved'])} of the elements of the weight of {row['module']} that have a gradient moved in an"
+            f" update, in {row['num']} sampled steps {where}, and those by {by:.2g} times the distance of two {row['dtype']}"
+            " values (RMS): the updates of the others are smaller than half of it and are rounded away, unless this optimizer"
+            " rounds stochastically or keeps the weight in FP32"
+        )
+        return Finding(code=self.code, name=self.name, severity=Severity.INFO, module=row["module"],
+                       steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=row["moved"],
+                       threshold=1 - self.max_lost, message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
     def _judged(self, run: Run, row: Mapping[str, Any], call_index: int, since: int | None = None) -> Finding | None:
         """Return the finding of a weight whose updates are lost, in all of a run or, from ``since`` on, in the rest of it."""
         rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
@@ -245,8 +276,10 @@ class UpdatesRoundedAway(Rule):
             )
             message += "" if typical < 1 else ", so that something writes the weight back to a coarser grid"
         else:
-            if row["moved"] is None or row["moved"] >= self.min_moved or row["dtype"] in _FINE:
+            if row["moved"] is None or row["dtype"] in _FINE:
                 return None
+            if row["moved"] >= self.min_moved:
+                return self._partly(run, row, where, call_index) if since is None else None
             is_error, value, threshold = False, row["moved"], self.min_moved
             message = (
                 f"the weight of {row['module']} hardly moves: an update changed at most {percent(value)} of the elements that"
@@ -255,6 +288,14 @@ class UpdatesRoundedAway(Rule):
         return Finding(code=self.code, name=self.name, severity=Severity.ERROR if is_error else Severity.WARNING,
                       module=row["module"], steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=value,
                       threshold=threshold, message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
+
+def _spacing(row: Mapping[str, Any]) -> float | None:
+    """Return the distance of two values of a weight's dtype at the RMS of the weight."""
+    eps = _EPS.get(row["dtype"])
+    if eps is None or not row["weight2"] or not row["num_sampled"]:
+        return None
+    return eps * 2.0 ** math.floor(0.5 * math.log2(row["weight2"] / row["num_sampled"]))
 
 
 def _last_alike(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -155,7 +155,7 @@ def _first_searched(run: Run) -> NonfiniteOrigin | None:
     for step, rows in groupby(run.sql(query).to_pylist(), key=lambda row: row["step"]):
         ranks: dict[tuple[str, str, str], list[int]] = {}
         for row in rows:
-            if row["gemm"] == "fprop" or _follows(step, sick_steps):
+            if row["gemm"] == "fprop" or _follows(step, sick_steps) or (row["kind"] == "gemm" and cannot_overflow(run, row)):
                 ranks.setdefault((row["module"], row["kind"], row["gemm"]), []).append(row["rank"])
         origins = [_searched(run, step, *found, own) for found, own in ranks.items()]
         if origins:  # of several ranks the one whose module comes first in execution
@@ -276,7 +276,7 @@ def cannot_overflow(run: Run, row: Mapping[str, Any]) -> bool:
     A result that is NaN or Inf none the less was not computed from them. With a loss scale gradients may be as large as that.
     """
     length = contracted_length(run, row["module"], row["gemm"])
-    if length is None or row["num_nan"] is None or not counts_operands(run, row):
+    if length is None or not counts_operands(run, row):
         return False
     amaxes = _amaxes(run, row)
     known = [amax for amax in amaxes if amax is not None]

@@ -85,6 +85,28 @@ def has_outgrown(min_coefficient: float, max_block_growth: float, max_flushed_ra
     )
 
 
+def is_clipped(rounded_db: float) -> str:
+    """Return the SQL predicate that all that is wrong clips: the data are those of the tensor, the scales are not.
+
+    Where x lies beyond the range L of its scale, y = L, up to h times L (the headroom), and the largest x is A. Beyond rounding,
+
+        sum of (x - y)^2 <= (h - 1) sum of y (x - y)    and    sum of (x - y)^2 <= (A - A / h)^2 num_saturated
+
+    Neither holds of an older copy: x - y lies across y, or along it in all elements, few of which lie beyond the copy's scales.
+    Measured four steps later, in blocks and rows: the right sides are 1.7 and 4.3 times the left ones or more with old scales,
+    1.1 and 0.1 times at most with old copies.
+
+    Args:
+        rounded_db: SQNR of values that are rounded and nothing else, of E4M3.
+    """
+    error = f"(sum_err2 - sum_x2 * pow(10, -({rounded_db} - {deficit_sql()}) / 10))"
+    return (
+        f"(headroom > 1 AND num_saturated > 0 AND norm_ratio < 1 AND {error} > 0"
+        f" AND {error} <= (headroom - 1) * (sum_xy - sum_y2)"
+        f" AND {error} <= pow(amax * (1 - 1 / headroom), 2) * num_saturated)"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffWeight:
     """A weight that is not what it should be.
@@ -110,6 +132,7 @@ def look_for_weights(limits: WeightLimits) -> Look:
     columns += [
         f"{has_outgrown(limits.min_coefficient, limits.max_block_growth, limits.max_flushed_rate)} AS has_outgrown",
         f"{HAS_SHRUNK} AS has_shrunk",
+        f"{is_clipped(limits.max_own_scale_sqnr_db)} AS is_clipped",
     ]
     highest = Condition("sqnr_db", "<", max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))  # the deficit is never negative
     return look([highest, Keys("tensor = 'weight'"), _bad(limits)], columns)
@@ -133,7 +156,7 @@ def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
     """Return the weights whose FP8 values differ from the weight by more than any cast in range explains.
 
     The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
-    of other blocks F119. A scale that the program applies outside the GEMM is none of it.
+    of other blocks F119, values that clip under older scales F113. A scale applied outside the GEMM is none of it.
     """
     seen = traces(run, look_for_weights(limits))
     is_elsewhere = scaled_elsewhere(run, seen, limits)
@@ -142,7 +165,10 @@ def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
     starts = _starts(run, off[0].start) if off else frozenset()
     off = [t for t in off if not are_scales_of_others(t.rows[0], starts, limits.max_headroom, limits.min_own_cosine)]
     scales = {
-        t.module for t in off if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows, limits.min_judged_rows)
+        t.module
+        for t in off
+        if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows, limits.min_judged_rows)
+        or all(row["is_clipped"] for row in t.rows)
     }
     found = [
         trace
