@@ -239,7 +239,7 @@ def updates_row(step: int, module: str, fan_in: int, changes: Mapping[str, Any])
         "step": step, "module": module, "optimizer": "AdamW", "dtype": "float32", "keeps_precision": False, "lr": lr,
         "beta1": 0.9, "beta2": 0.999, "num_steps": step + 1,
         "fan_in": fan_in, "numel": 65536, "num_sampled": num, "num_moved": num, "num_grad": num,
-        "num_intended": num, "num_lost": 0, "num_moment": 2 * num, "num_moment_zero": 0, "num_moment_clipped": 0,
+        "num_intended": num, "num_lost": 0, "num_bf16": 0, "num_moment": 2 * num, "num_moment_zero": 0, "num_moment_clipped": 0,
         "sum_weight2": num * 0.02**2, "sum_update2": num * lr**2, "sum_intended2": num * lr**2,
         "sum_intended_update": num * lr**2, "sum_spacing_log2": 15.0 * num, "sum_grad2": num * 1e-8,
         "sum_moment2": num * 1e-9, "max_update": 3 * lr,

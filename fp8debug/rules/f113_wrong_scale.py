@@ -331,8 +331,9 @@ class WrongScale(Rule, HistoryLimits, ElsewhereLimits, PairLimits):
         return replace(finding, cure=cure)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to codes of another format, and to scales made for one, whose ratio says more than that they are too small."""
-        named = {(part.module, part.gemm, part.tensor) for f in others if f.name in _TOLD for part in f.sites}
+        """Yield to codes of another format, to scales made for one (their ratio says more), and to one code for all values."""
+        stronger = [f for f in others if f.name in _TOLD or f.code == "F118"]
+        named = {(part.module, part.gemm, part.tensor) for f in stronger for part in f.sites}
         return any((part.module, part.gemm, part.tensor) not in named for part in finding.sites)
 
     def _unused_range(self, run: Run) -> Iterable[Finding]:

@@ -38,6 +38,12 @@ _LEFT_OUT = (
     "check what the optimizer does with this weight: a group that it skips, an update of a copy that is never written back, or"
     " a later write of the old value; no cast changes it"
 )
+#: The same sums of FP32 weights, and how many elements are values of BF16 when a step begins, from the second sampled step on: a
+#: checkpoint in BF16 may have them so at the first one.
+_BEGUN_IN_BF16 = (
+    f"SELECT {_SUMS}, CAST(sum(num_bf16) AS DOUBLE) AS num_bf16 FROM (SELECT u.*, min(step) OVER (PARTITION BY module) AS start"
+    f" FROM updates u) t WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
+)
 #: Steps that Adam has counted, at each sampled step at which it moved the weight.
 _COUNTED = (
     "SELECT module, step, optimizer, beta1, beta2, num_steps FROM updates WHERE num_moved > 0 AND num_steps > 0"
@@ -68,7 +74,8 @@ class UpdatesRoundedAway(Rule):
         begins during a run and lasts to its end counts from there on, where a typical update is larger than the distance of two
         values of the dtype: the dtype loses no such update, so that something writes the weight to a coarser grid. FP32
         weights do not count whose updates lie below the distance of two FP32 values: their gradient is next to 0, as under SGD
-        behind a gate that starts from 0.
+        behind a gate that starts from 0. An FP32 weight that holds values of BF16 alone when each step begins is written back to
+        them between two steps (by an export, a copy, a hook), where nothing of the step itself shows the loss.
         Of an optimizer with another formula the share of elements that moved is judged alone: next to none is a warning, and
         less than half, which move by about the distance of two values, information, as it may round stochastically.
         step-count-stands: the count of steps that Adam keeps, and corrects the bias of its moments by, is the same at all sampled
@@ -104,6 +111,9 @@ class UpdatesRoundedAway(Rule):
         - max_step 2: of such an optimizer, information: RMS of the update of the elements that moved, over the distance of two
           values at the weight's RMS, up to which less than 1 - max_lost of moved elements says that the others' updates are
           lost. Closed form: an element that moves because its update is above half the distance moves by one of them.
+        - min_bf16 0.999: share of the elements of an FP32 weight that BF16 holds when a step begins, at min_steps sampled steps
+          after the first, from which on something writes it back: of FP32 values 2^-16 are values of BF16 (closed form).
+          Updates that are max_gain times the distance of two such values or larger, by RMS, are not lost.
         - min_steps 3: sampled steps with updates. No published basis.
         - min_count_factor 1.01: of step-count-stands, sqrt(1 - beta2^t) / (1 - beta1^t) at the number of steps that it should be,
           over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
@@ -129,6 +139,7 @@ class UpdatesRoundedAway(Rule):
     error_gain: float = 0.1
     min_moved: float = 0.01
     max_step: float = 2.0
+    min_bf16: float = 0.999
     min_steps: int = 3
     min_count_factor: float = 1.01
     min_rate_change: float = 2.0
@@ -144,6 +155,7 @@ class UpdatesRoundedAway(Rule):
         yield from self._standing_rates(run, places)
         rows = run.sql(f"SELECT {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
+        begun = {row["module"]: row for row in run.sql(_BEGUN_IN_BF16).to_pylist()}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
         for row in sorted(rows, key=lambda row: (places.get(row["module"], 0), row["module"])):
             if row["num"] < self.min_steps:
@@ -153,6 +165,10 @@ class UpdatesRoundedAway(Rule):
             elif found := self._judged(run, row, places.get(row["module"], 0)):
                 yield found
             elif row["module"] in late and (found := self._since(run, late[row["module"]], places.get(row["module"], 0))):
+                yield found
+            elif row["module"] in begun and (
+                found := self._written_back(run, begun[row["module"]], places.get(row["module"], 0))
+            ):
                 yield found
 
     @property
@@ -171,6 +187,25 @@ class UpdatesRoundedAway(Rule):
         if row["num"] < self.min_steps or typical < 1:
             return None
         return self._judged(run, row, call_index, since=row["first"])
+
+    def _written_back(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding | None:
+        """Return the finding of an FP32 weight that is in BF16 when a step begins, though the steps move it off those values."""
+        is_bf16 = row["num_bf16"] >= self.min_bf16 * row["num_sampled"] and 2 * row["num_moved"] >= row["num_sampled"]
+        spacing = _spacing({**row, "dtype": "bfloat16"})
+        if row["num"] < self.min_steps or not is_bf16 or spacing is None:
+            return None
+        by = math.sqrt(row["update2"] / row["num_moved"]) / spacing
+        if by >= self.max_gain:
+            return None
+        rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
+        message = (
+            f"the FP32 weight of {row['module']} holds values of BF16 alone when a step begins, at {row['num']} sampled steps"
+            f" ({row['optimizer']}{rate}), though the steps move it off them: something writes it back to BF16 in between. An"
+            f" update is {by:.2g} times the distance of two BF16 values (RMS), so that most are rounded away, unless at random"
+        )
+        return Finding(code=self.code, name=self.name, severity=Severity.WARNING, module=row["module"],
+                       steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=by, threshold=self.max_gain,
+                       message=message, cure=self.cure, call_index=call_index)  # fmt: skip
 
     def _standing(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the optimizer's count of steps that stands, as one finding."""

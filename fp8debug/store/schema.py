@@ -18,7 +18,7 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 4: slots of stochastic rounding and of the spread of scales; what an optimizer gets of a step's backward passes, in updates.
 # 5: code of events.
 # 6: beta2 and the optimizer's own count of steps, in updates.
-# 7: table parameters.
+# 7: table parameters; num_bf16, in updates.
 SCHEMA_VERSION = 7
 
 #: How an event of kind ``recording`` tells that nothing is recorded from its step on, and its code.
@@ -173,6 +173,7 @@ UPDATES: tuple[Column, ...] = (
     Column("num_grad", "int64", "1", "sum", "Elements whose gradient is not 0."),
     Column("num_intended", "int64", "1", "sum", "Elements whose intended update, by the optimizer's formula in FP32, is not 0."),
     Column("num_lost", "int64", "1", "sum", "Of these, those that the step did not change."),
+    Column("num_bf16", "int64", "1", "sum", "Elements that BF16 holds as they are before the step, of a weight in FP32."),
     Column("num_moment", "int64", "1", "sum", "Elements of the optimizer's state that were looked at."),
     Column("num_moment_zero", "int64", "1", "sum", "Second moments that are 0 under a gradient that is not."),
     Column("num_moment_clipped", "int64", "1", "sum", "Elements of the state that are NaN, Inf or their dtype's maximum."),
@@ -235,7 +236,7 @@ UPDATES: tuple[Column, ...] = (
 #: Columns of ``updates`` that the census of other parameters has as well.
 _SHARED = (
     *("optimizer", "dtype", "keeps_precision", "lr", "beta1", "beta2", "num_steps", "numel", "num_sampled", "num_moved"),
-    *("num_grad", "num_intended", "num_lost", "num_moment", "num_moment_zero", "num_moment_clipped", "sum_weight2"),
+    *("num_grad", "num_intended", "num_lost", "num_bf16", "num_moment", "num_moment_zero", "num_moment_clipped", "sum_weight2"),
     *("sum_update2", "sum_intended2", "sum_intended_update", "sum_spacing_log2", "sum_grad2", "sum_moment2", "max_update"),
 )
 

@@ -54,7 +54,7 @@ FACTS = {
         "_FLUSHING": "of each format",
         "OperandDiffers._floor_of": "bits",
     },
-    "f135_updates_rounded_away.py": {"_FP32_SPACING": "FP32"},
+    "f135_updates_rounded_away.py": {"_FP32_SPACING": "FP32", "_EPS": "BF16 and FP16"},
     "f146_hadamard_signs.py": {"HadamardSigns.check.message": "half of 16 signs"},
     "f149_gradient_lost.py": {"_SAME": "FP32 squares in another order", "_EQUAL": "FP64 sums"},
     "f150_weights_not_restored.py": {"_SAME": "FP64 sums in another order"},

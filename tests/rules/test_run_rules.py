@@ -510,9 +510,41 @@ def test_a_cast_at_fault_before_explains_what_the_gradient_explains(tmp_path: Pa
     assert findings.classification is not None and findings.classification["cause"] != "not-fp8"
 
 
+#: Updates of the culprit's BF16 weight by an optimizer of unknown formula; two BF16 values lie 1.2e-4 apart at its RMS of 0.02.
+UNKNOWN = dict.fromkeys(("num_intended", "num_lost", "sum_intended2", "sum_intended_update", "sum_spacing_log2"))
+
+
+@pytest.mark.parametrize(
+    ("moved", "by", "is_named"), [(1600, 1.0, True), (1600, 4.0, False), (6000, 1.0, False), (4000, 1.9, True)]
+)  # fmt: skip
+def test_few_elements_that_move_by_one_value_under_an_unknown_formula(
+    tmp_path: Path, moved: int, by: float, is_named: bool
+) -> None:
+    size = moved * (by * 2.0**-13) ** 2
+    updates = sick.rounded(0.0, 0.0, **UNKNOWN, num_moved=moved, sum_update2=size, optimizer="Mine")
+    found = [f for f in triage(build(tmp_path / "run", updates=updates)) if f.code == "F135"]
+    assert [(f.module, f.severity) for f in found] == ([(sick.CULPRIT, "info")] if is_named else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_named"),
+    [
+        ({}, True), ({"num_bf16": 8000}, False), ({"sum_update2": 8192 * (2.0**-13) ** 2}, False),
+        ({"num_moved": 100, "sum_update2": 100 * 3e-6**2}, False), ({"dtype": "bfloat16", "num_bf16": None}, False),
+        ({"keeps_precision": True}, False),
+    ],
+)  # fmt: skip
+def test_an_fp32_weight_that_is_written_back_to_bf16(tmp_path: Path, change: dict[str, Any], is_named: bool) -> None:
+    row = {"num_bf16": 8192, "sum_update2": 8192 * 3e-6**2, **change}
+    findings = triage(build(tmp_path / "run", updates=lambda step, module: row if module == sick.CULPRIT else {}))
+    found = [f for f in findings if f.code == "F135"]
+    assert [(f.module, f.severity) for f in found] == ([(sick.CULPRIT, "warning")] if is_named else [])
+    if is_named:
+        assert "writes it back to BF16" in found[0].message and found[0].steps == (10, 90)
+
+
 def test_a_weight_that_hardly_moves_under_an_unknown_formula(tmp_path: Path) -> None:
-    unknown = dict.fromkeys(("num_intended", "num_lost", "sum_intended2", "sum_intended_update", "sum_spacing_log2"))
-    updates = sick.rounded(0.0, 0.0, **unknown, num_moved=40, optimizer="Mine")
+    updates = sick.rounded(0.0, 0.0, **UNKNOWN, num_moved=40, optimizer="Mine")
     (finding,) = triage(build(tmp_path / "run", updates=updates))
     assert (finding.code, finding.module, finding.severity) == ("F135", sick.CULPRIT, "warning")
     assert finding.message == (

@@ -17,10 +17,11 @@ from tests.scaled_mm import skipped_without_scaled_mm
 
 BY_NAME = {one.name: one for one in VARIANTS}
 #: Missed at first and named since: scales older than their weight, rows of NaN whose steps are skipped, a log without errors, an
-#: optimizer of one's own over BF16 weights.
+#: optimizer of one's own over BF16 weights, FP32 weights that are written back to BF16.
 QUICK = (
     *("old_row_scales_twofold", "old_block_scales_load_at_10"),
     *("dgrad_nan_7th_skipped", "te_gradient_underflow_40", "bf16_muon_like"),
+    "bf16_written_back_every5",
 )
 
 

@@ -34,7 +34,7 @@ NUM_SAMPLED = 8192
 MEASURED = (
     *("num_moved", "num_grad", "num_intended", "num_lost", "num_moment", "num_moment_zero", "num_moment_clipped"),
     *("sum_weight2", "sum_update2", "sum_intended2", "sum_intended_update", "sum_spacing_log2", "sum_grad2", "sum_moment2"),
-    *("max_update", "num_steps"),
+    *("max_update", "num_steps", "num_bf16"),
 )
 #: Words in the names of a state that holds the weight in FP32, or what rounding it lost (Kahan's sum).
 _CARRIES = ("master", "comp", "kahan", "shift", "fp32")
@@ -265,6 +265,8 @@ def _measured(
         "sum_update2": update.double().square().sum(1),
         "max_update": update.abs().amax(1),
     }
+    if before.dtype == torch.float32:
+        found["num_bf16"] = (w.bfloat16().float() == w).sum(1)
     if g is not None:
         found |= {"num_grad": (g != 0).sum(1), "sum_grad2": g.double().square().sum(1)}
     if intended is not None:

@@ -71,6 +71,13 @@ def test_an_update_below_half_the_distance_of_two_values_is_lost(tmp_path: Path,
     assert row["sum_spacing_log2"] / num == (-3 if is_lost else 0)
 
 
+@pytest.mark.parametrize(("dtype", "num_bf16"), [(torch.float32, [64 * 32, 0]), (torch.bfloat16, [None, None])])
+def test_fp32_elements_that_bf16_holds_when_a_step_begins(tmp_path: Path, dtype: torch.dtype, num_bf16: list[int | None]) -> None:
+    model = Step(dtype)
+    rows = recorded(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=2.0**-12), steps=2)
+    assert [row["num_bf16"] for row in rows] == num_bf16, "0.5 is a value of BF16, 0.5 - 2^-12 is none"
+
+
 def test_a_momentum_buffer_and_weight_decay_are_part_of_the_update(tmp_path: Path) -> None:
     model = Step()
     options: dict[str, Any] = {"lr": LR, "momentum": 0.5, "weight_decay": 0.25}
