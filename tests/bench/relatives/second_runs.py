@@ -422,7 +422,7 @@ def mean_square_in_rows_of_e4m3(folder: Path) -> None:
     both(folder, make)
 
 
-@variant("m41", met=2, quiet=True, words=("weight",), first="misled")
+@variant("m41", met=2, quiet=True, words=("out of size", "grows", "explode"), first="misled")
 def weight_decay_of_the_wrong_sign(folder: Path) -> None:
     """One weight grows by a third in each step; the static scale of its cast is not the cause."""
 
