@@ -38,12 +38,12 @@ FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py 
 demo: $(USER_STAMP)
 	$(BIN)/python examples/demo.py
 
-# A file at a time on every core, then pages, which wait, and at last times, which want the machine for themselves. Named files may
-# have none (5).
+# A file at a time on every core, then pages, which wait, and at last times and what moves in a page, which want the machine for
+# themselves. Named files may have none (5).
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not browser and not alone' $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(PAGES) -m browser -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
-	$(BIN)/python -m pytest -m alone -o testpaths=tests/tools/test_speed.py $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest $(PAGES) -m 'browser and not alone' -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest -m alone -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 test-floor: $(STAMP)
 	test -x build/floor/bin/fp8debug || { $(PYTHON) -m venv build/floor && build/floor/bin/python -m pip --disable-pip-version-check \
