@@ -61,7 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, places in (("browser", (PAGES,)), ("alone", (PAGES, TIMED))):
             if item.get_closest_marker(marker) and not {*places} & {item.path, *item.path.parents}:
-                raise pytest.UsageError(f"{item.nodeid}: make test looks for tests marked {marker} in {', '.join(map(str, places))}")
+                raise pytest.UsageError(
+                    f"{item.nodeid}: make test looks for tests marked {marker} in {', '.join(map(str, places))}"
+                )
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
