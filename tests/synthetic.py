@@ -90,6 +90,10 @@ class Override:
         )
 
 
+#: Parameters of the model that are no watched weights, the last a buffer.
+PARAMETERS = ("embed.weight", *(f"blocks.{k}.mlp.norm.weight" for k in range(4)), "blocks.0.mlp.up.bias", "blocks.0.load_buffer")
+
+
 @dataclass(kw_only=True)
 class Plan:
     """Plan of what :func:`write` records; every field has a healthy default.
@@ -108,6 +112,8 @@ class Plan:
         events: (step, kind, module, message) of rank 0, and a code where it has one.
         updates: columns of ``updates`` to replace in a healthy row, by sampled step and module, which has no row where these are
             None; None for no rows at all.
+        parameters: columns of ``parameters`` to replace in a healthy row, by sampled step and parameter (``PARAMETERS``); None
+            for no rows at all.
         manifest: top-level keys of the manifest to replace.
         module_entries: keys of a module's entry in the manifest to replace, by FQN (adds the module when it is new).
         with_results: also rows of results.
@@ -126,6 +132,7 @@ class Plan:
     rank_steps: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     events: Iterable[tuple[Any, ...]] = ()
     updates: Callable[[int, str], Mapping[str, Any] | None] | None = None
+    parameters: Callable[[int, str], Mapping[str, Any]] | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     module_entries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     with_results: bool = True
@@ -161,6 +168,9 @@ def write(path: Path, plan: Plan) -> None:
                     made = [updates_row(step, name, k, own) for name, k, own in given]
                     if made:
                         writer.updates({name: [row.get(name) for row in made] for name in made[0]})
+                if plan.parameters is not None:
+                    told = [parameters_row(step, name, plan.parameters(step, name)) for name in PARAMETERS]
+                    writer.parameters({name: [row.get(name) for row in told] for name in told[0]})
             own = plan.rank_steps.get(rank, {}).get(step, {})
             writer.steps({**steps_row(plan, step, is_sampled=step in sampled), **own})
         if rank == 0:
@@ -244,6 +254,25 @@ def updates_row(step: int, module: str, fan_in: int, changes: Mapping[str, Any])
         "sum_intended_update": num * lr**2, "sum_spacing_log2": 15.0 * num, "sum_grad2": num * 1e-8,
         "sum_moment2": num * 1e-9, "max_update": 3 * lr,
     }  # fmt: skip
+    return {**row, **changes}
+
+
+def parameters_row(step: int, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row of ``parameters``: AdamW moves FP32 parameters of 1 by the learning rate 3e-4; a buffer stands."""
+    num, lr = 64, 3e-4
+    row = updates_row(step, name, num, {"numel": num, "num_sampled": num, "sum_weight2": float(num), "parameter": name})
+    sums = {"num_moved": 1, "num_grad": 1, "num_intended": 1, "num_moment": 2, "sum_update2": lr**2, "sum_intended2": lr**2,
+            "sum_intended_update": lr**2, "sum_spacing_log2": 10.0, "sum_grad2": 1e-8, "sum_moment2": 1e-9}  # fmt: skip
+    row |= {column: value * num for column, value in sums.items()}
+    role = next((role for role in ("norm", "embed", "bias") if role in name), "other").replace("embed", "embedding")
+    row |= {"role": role, "shape": "[64]", "state_dtype": "float32", "requires_grad": True, "has_grad": True, "num_writes": None}
+    row |= {"amax_before": 1 + lr * step, "amax": 1 + lr * (step + 1), "grad_amax": 1e-3}
+    row |= dict.fromkeys(("nonfinite_before", "nonfinite", "grad_nonfinite"))
+    del row["module"], row["fan_in"]
+    if name.endswith("buffer"):
+        kept = ("step", "parameter", "numel", "num_sampled", "shape", "sum_weight2")
+        row |= dict.fromkeys(column for column in row if column not in kept)
+        row |= {"role": "buffer", "dtype": "bfloat16", "num_moved": num, "num_writes": 10, "amax_before": 1.0}
     return {**row, **changes}
 
 

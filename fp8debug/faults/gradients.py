@@ -1,4 +1,4 @@
-"""Faults of the weight's gradient: its input quantized twice, its sum kept in BF16, emptied, overwritten or lost."""
+"""Faults of gradients: an input of wgrad quantized twice, a sum kept in BF16, emptied, overwritten, lost; a bias without one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8debug.errors import UsageError
 from fp8debug.faults.base import FAULTS, INPUT, Fault, Ordinary, Target, distort, quantized
 from fp8debug.kernels.dispatch import Operand, dequantize, quantize
 from fp8debug.recipes import Cast
@@ -73,6 +74,19 @@ def _elsewhere(where: Target) -> Callable[[], None]:
     return where.weight.register_post_accumulate_grad_hook(empty).remove  # type: ignore[no-untyped-call,no-any-return]  # torch's
 
 
+def _unwritten_bias(where: Target) -> Callable[[], None]:
+    """Empty bias.grad after each backward pass: no kernel writes it."""
+    bias = getattr(where.module, "bias", None)
+    if not isinstance(bias, nn.Parameter):
+        raise UsageError(f"{where.name} has no bias of its own; plant this fault in a Linear with one")
+
+    def empty(bias: Tensor) -> None:
+        if where.active and bias.grad is not None:
+            bias.grad.zero_()
+
+    return bias.register_post_accumulate_grad_hook(empty).remove  # type: ignore[no-untyped-call,no-any-return]  # torch's
+
+
 for _fault in (
     Fault(
         name="double_quantization",
@@ -104,6 +118,12 @@ for _fault in (
         code="F149",
         description="wgrad writes into a buffer that the optimizer does not read; weight.grad stays 0 (TransformerEngine #2769)",
         plant=_elsewhere,
+    ),
+    Fault(
+        name="unwritten_bias_gradient",
+        code="F151",
+        description="the gradient of a bias is never written: bias.grad stays 0, and the bias stands (ao #4846)",
+        plant=_unwritten_bias,
     ),
 ):
     FAULTS.add(_fault.name, _fault)

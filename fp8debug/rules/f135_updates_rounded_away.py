@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.census import census_of, has_census, in_order, module_of
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
 from fp8debug.rules.reading.traces import percent
 
@@ -20,13 +21,15 @@ _FINE = ("float32", "float64")
 _EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 #: Relative distance of two FP32 values, at most.
 _FP32_SPACING = 2.0**-23
+#: Roles of parameters that are not judged as harshly: a gain of 1 stands in BF16 at every learning rate below 2e-3.
+_SMALL = ("norm", "bias")
 #: SQL over ``updates``: the rows of weights without an FP32 copy, and their sums by module.
 _JUDGED = (
     "NOT coalesce(keeps_precision, FALSE) AND num_sampled > 0 AND coalesce(lr, 1) > 0"
     " AND (num_intended IS NULL OR num_intended > 0)"
 )
 _SUMS = (
-    "module, min(dtype) AS dtype, min(optimizer) AS optimizer, max(lr) AS lr, min(step) AS first,"
+    "min(dtype) AS dtype, min(optimizer) AS optimizer, max(lr) AS lr, min(step) AS first,"
     " max(step) AS last, count(*) AS num, CAST(sum(num_intended) AS DOUBLE) AS num_intended,"
     " CAST(sum(num_lost) AS DOUBLE) AS num_lost,"
     " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
@@ -83,6 +86,8 @@ class UpdatesRoundedAway(Rule):
         2048. Information where that changes no update by more than min_count_factor.
         learning-rate-stands, information: the learning rate of a weight is the same at all its sampled steps, while that of most
         other weights changes at these steps: a parameter group that the scheduler does not know.
+        Parameters that no watched GEMM has (norms, embeddings, biases, heads) are judged by the same sums: from error_lost and
+        error_gain on, a warning; information of a norm or bias, as a gain of 1 stands in BF16 at usual learning rates.
         weight-not-updated: no element of a weight in FP32 moved in any sampled step, though it has a gradient, its updates are
         large enough for FP32, and the same optimizer moves other weights.
 
@@ -121,7 +126,7 @@ class UpdatesRoundedAway(Rule):
           steps at which the other stands; its sampled steps. No published basis.
         - weight-not-updated needs an update of 2^-23 of the weight by RMS at least, the distance of two FP32 values: that of the
           formula, or learning rate times gradient.
-        - Automodel #3444, ao #1124 and #4915, MS-AMP #112, pytorch #79888; numerics.md, 5.
+        - Automodel #3444, ao #1124 and #4915, MS-AMP #112, pytorch #79888, speculators #765; numerics.md, 5.
     """
 
     code = "F135"
@@ -146,14 +151,14 @@ class UpdatesRoundedAway(Rule):
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
-        return None if run.sql("SELECT step FROM raw_updates LIMIT 1").num_rows else NOT_RECORDED
+        return None if has_census(run) or run.sql("SELECT step FROM raw_updates LIMIT 1").num_rows else NOT_RECORDED
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per weight whose updates are lost."""
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
         yield from self._standing(run, places)
         yield from self._standing_rates(run, places)
-        rows = run.sql(f"SELECT {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
+        rows = run.sql(f"SELECT module, {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
         begun = {row["module"]: row for row in run.sql(_BEGUN_IN_BF16).to_pylist()}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
@@ -161,7 +166,7 @@ class UpdatesRoundedAway(Rule):
             if row["num"] < self.min_steps:
                 continue
             if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
-                yield self._left_out(run, row, places.get(row["module"], 0))
+                yield self._left_out(run, row, f"the weight of {row['module']}", places.get(row["module"], 0))
             elif found := self._judged(run, row, places.get(row["module"], 0)):
                 yield found
             elif row["module"] in late and (found := self._since(run, late[row["module"]], places.get(row["module"], 0))):
@@ -170,13 +175,30 @@ class UpdatesRoundedAway(Rule):
                 found := self._written_back(run, begun[row["module"]], places.get(row["module"], 0))
             ):
                 yield found
+        yield from self._parameters(run, moving)
+
+    def _parameters(self, run: Run, moving: set[str]) -> Iterable[Finding]:
+        """Return the findings of parameters that no watched GEMM has."""
+        query = f"SELECT parameter, {_SUMS} FROM parameters WHERE role <> 'buffer' AND {_JUDGED} GROUP BY parameter"
+        rows = {row["parameter"]: row for row in run.sql(query).to_pylist() if row["num"] >= self.min_steps}
+        moving = moving | {row["optimizer"] for row in rows.values() if row["most_moved"]}
+        for name in in_order(rows):
+            row, place = {**rows[name], "module": name}, census_of(run).place(name)
+            if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
+                found = replace(self._left_out(run, row, name, place), severity=Severity.WARNING)
+            elif (judged := self._judged(run, row, place)) is not None and judged.severity is Severity.ERROR:
+                is_small = census_of(run).rows[name]["role"] in _SMALL
+                found = replace(judged, severity=Severity.INFO if is_small else Severity.WARNING)
+            else:
+                continue
+            yield replace(found, module=module_of(name))
 
     @property
     def _since_lost(self) -> str:
         """The query of the same sums over the last steps of each weight, in all of which most updates are lost."""
         is_lost = f"num_intended > 0 AND num_lost > {self.max_lost} * num_intended"
         return (
-            f"SELECT {_SUMS} FROM (SELECT u.*, f.fine AS fine FROM updates u JOIN (SELECT module,"
+            f"SELECT module, {_SUMS} FROM (SELECT u.*, f.fine AS fine FROM updates u JOIN (SELECT module,"
             f" max(CASE WHEN {is_lost} THEN -1 ELSE step END) AS fine FROM updates WHERE {_JUDGED} GROUP BY module) f"
             f" ON u.module = f.module) t WHERE step > fine AND fine >= 0 AND {_JUDGED} GROUP BY module"
         )
@@ -257,10 +279,10 @@ class UpdatesRoundedAway(Rule):
                           ranks=tuple(run.ranks), value=max(changed[0]) / min(changed[0]), threshold=self.min_rate_change,
                           message=message, cure=_RATE, call_index=places.get(name, 0))  # fmt: skip
 
-    def _left_out(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding:
+    def _left_out(self, run: Run, row: Mapping[str, Any], what: str, call_index: int) -> Finding:
         """Return the finding of a weight that never moves though it has a gradient."""
         message = (
-            f"no element of the weight of {row['module']} moved in {row['num']} sampled steps ({row['optimizer']}, {row['dtype']}"
+            f"no element of {what} moved in {row['num']} sampled steps ({row['optimizer']}, {row['dtype']}"
             " weights), though it has a gradient, and the same optimizer moves other weights: its updates are not written"
         )
         return Finding(code=self.code, name="weight-not-updated", severity=Severity.ERROR, module=row["module"],

@@ -23,7 +23,7 @@ STEPS, AT = 24, 12
 ELSEWHERE = {
     *("router_in_fp8", "unasked_fp8", "starved_expert", "rank_scale", "stale_inference", "depth_outliers"),
     *("loss_scale_loop", "lr_too_high", "bf16_gradient_sum", "lost_microbatches", "rounded_weights", "no_gradient"),
-    *("coarse_weight", "moment_underflow", "emptied_gradient", "overwritten_gradient"),
+    *("coarse_weight", "moment_underflow", "emptied_gradient", "overwritten_gradient", "unwritten_bias_gradient"),
     *("standing_count", "lost_second_moment", "emptied_moments", "clipped_while_scaled"),
     *("stochastic_zeros", "stochastic_nearest", "stochastic_biased", "stochastic_repeats", "hadamard_signs", "fp4_not_on"),
     *("stale_tensor_scale", "block_scale_range", "swizzled_scales", "last_layers_in_fp4", "max_240_as_448"),

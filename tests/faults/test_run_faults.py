@@ -352,3 +352,14 @@ def test_weights_in_bf16_stand_still_at_a_small_learning_rate(tmp_path: Path) ->
     assert {f.code for f in findings} == {"F135"}, [f.message for f in findings]
     assert {"blocks.0.up", "blocks.1.down"} <= {findings[0].module, *findings[0].also}
     assert judged(tmp_path / "clean", net(), lr=6e-6) == []
+
+
+@pytest.mark.parametrize("module", ["blocks.0.up", "head"])
+def test_a_bias_whose_gradient_is_never_written_is_named(tmp_path: Path, module: str) -> None:
+    model = net("blockwise", {"head": None})
+    fp8debug.inject(model, "unwritten_bias_gradient", module=module)
+    (finding,) = judged(tmp_path / "run", model)
+    assert (finding.code, finding.name, finding.module) == ("F151", "parameter-gradient-zero", module)
+    assert f"the gradient of {module}.bias (float32" in finding.message
+    with pytest.raises(UsageError, match="has no bias of its own; plant this fault in a Linear with one"):
+        fp8debug.inject(net(), "unwritten_bias_gradient", module="blocks.0.gate")

@@ -140,6 +140,11 @@ def pace(size: float) -> Any:
                                  "sum_intended_update": 8192 * size**2, "lr": size}  # fmt: skip
 
 
+def told(parameter: str, steps: range = range(1000), **columns: Any) -> Any:
+    """Rows of one parameter with other columns."""
+    return lambda step, name: columns if name == parameter and step in steps else {}
+
+
 FIRES: dict[str, dict[str, Any]] = {
     "F109": {"modules": ROUTED, "overrides": SHARES, "module_entries": {"net.0.moe.choose": {"requested": None}}},
     "F114": {"world_size": 3, "overrides": [WRONG_RANK]},
@@ -153,9 +158,21 @@ FIRES: dict[str, dict[str, Any]] = {
     "F144": {"manifest": {"resumed": [RESUMED]}},
     "F149": {"updates": given(CULPRIT, **LAST)},
     "F150": {"events": RESUME, "overrides": [sized(1, (0, 10)), sized(1, (40, 50))]},
+    "F151": {"parameters": told("embed.weight", range(40, 100), nonfinite_before="nan", amax_before=None)},
 }
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F151": {
+        "trained parameters": {"parameters": told("")},
+        "a frozen parameter": {"parameters": told(
+            "embed.weight", optimizer=None, requires_grad=False, has_grad=False, grad_amax=None, num_moved=None)},
+        "a gradient that is zero at first": {"parameters": told("embed.weight", range(20), grad_amax=0.0, num_moved=0)},
+        "a parameter that something else moves": {"parameters": told("embed.weight", optimizer=None, num_moved=None)},
+        "a mask of minus infinity": {"parameters": told("blocks.0.load_buffer", nonfinite_before="inf", amax_before=None)},
+        "a buffer that is never written": {"parameters": told("blocks.0.load_buffer", num_writes=0, num_moved=0)},
+        "gradients that overflow in a skipped step": {"parameters": told(
+            "embed.weight", range(40, 41), grad_nonfinite="inf", grad_amax=None, num_moved=0)},
+    },
     "F150": {
         "resumed where it was": {"events": RESUME, "updates": pace(3e-5)},
         "frozen weights": {"events": RESUME, "overrides": [sized(1, (None, None), "*")]},

@@ -38,6 +38,7 @@ ACCUSED = {
     "F149": (sick.CULPRIT, 40, Severity.ERROR),
     "F150": (sick.CULPRIT, 40, Severity.ERROR),
     "F143": ("blocks.1.mlp.down", 40, Severity.WARNING),
+    "F151": ("embed", 40, Severity.WARNING),
 }
 
 

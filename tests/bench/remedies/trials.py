@@ -198,5 +198,6 @@ BY_HAND: dict[str, str] = {
     "F116": "the router's balance is trained, and tokens are dropped by the dispatcher",
     "F125": "the batch and the learning rate are the program's; what the finding claims is that FP8 is not at fault",
     "F143": "the loss function that loses the gradient is the program's",
+    "F151": "the kernel that does not write the bias's gradient, or the optimizer's groups, are the program's",
     "F144": "settings of a resume, no fault to plant; the same flags are the cure (tests/adapters/watching/test_resumption.py)",
 }
