@@ -205,8 +205,9 @@ class UpdatesRoundedAway(Rule):
 
     def _since(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding | None:
         """Return the finding of a weight whose updates have been lost since a step, though its dtype holds them."""
-        typical = 2.0 ** (row["spacing_log2"] / row["num_intended"])
-        if row["num"] < self.min_steps or typical < 1:
+        if row["num"] < self.min_steps or not _is_finite(row["spacing_log2"]):
+            return None
+        if 2.0 ** (row["spacing_log2"] / row["num_intended"]) < 1:
             return None
         return self._judged(run, row, call_index, since=row["first"])
 
@@ -315,6 +316,8 @@ class UpdatesRoundedAway(Rule):
         """Return the finding of a weight whose updates are lost, in all of a run or, from ``since`` on, in the rest of it."""
         rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
         where = f"({row['optimizer']}{rate}, {row['dtype']} weights)"
+        if row["num_intended"] and not all(_is_finite(row[name]) for name in ("intended2", "effect", "spacing_log2")):
+            return None  # NaN is told of by other rules
         if row["num_intended"] and row["intended2"]:
             lost, value = row["num_lost"] / row["num_intended"], row["effect"] / row["intended2"]
             limit = self.max_gain if since is None else self.max_late_gain
@@ -361,6 +364,10 @@ def _last_alike(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
     while begin and rows[begin - 1]["num_steps"] == rows[-1]["num_steps"]:
         begin -= 1
     return rows[begin:]
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _may_move(row: Mapping[str, Any]) -> bool:

@@ -157,3 +157,9 @@ def test_a_buffer_of_16_bits_that_is_written_and_stands(tmp_path: Path) -> None:
 def test_a_run_without_a_census_says_so(tmp_path: Path) -> None:
     skipped = dict(triage(build(tmp_path / "run")).skipped)
     assert skipped["F151"].startswith("not recorded: other parameters")
+
+
+def test_updates_that_are_nan_are_no_rounding(tmp_path: Path) -> None:
+    sick_columns = {**IN_BF16, "sum_intended_update": None, "sum_intended2": None, "num_moved": 64}
+    assert found(tmp_path, EMBEDDING, sick_columns) == []
+    assert list(triage(build(tmp_path / "weights", updates=lambda step, module: sick_columns))) == []

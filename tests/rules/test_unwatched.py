@@ -76,7 +76,7 @@ def test_parameters_of_no_watched_module_are_named_by_kind_in_every_report(
     (one,) = (entry for entry in findings.not_watched if entry["what"] == "parameters")
     total = 2 * 64 * 128 + 64 * 64 + 16 * 64 + 192 + 128
     assert (one["num"], one["share"]) == (total - 2 * 64 * 128, (total - 2 * 64 * 128) / total)
-    assert one["text"].startswith("values, gradients and updates of 25 % of the parameters: embedding 9.4 % (embed.weight), ")
+    assert one["text"].startswith("values of 25 % of the parameters: embedding 9.4 % (embed.weight), ")
     assert "norm 0.59 % (norm.weight and 1 more), bias 0.88 % (up.bias and 1 more), other 4.7 % (places)" in one["text"]
     assert findings.classification is not None and f"not watched: {one['text']}" in findings.classification["evidence"]
     assert json.loads(findings.to_json())["not_watched"] == findings.not_watched

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.reading.census import has_census
 from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import percent
 from fp8debug.store.flop_shares import gemm_shares
@@ -77,7 +78,8 @@ def _parameters(run: Run) -> Iterable[Unwatched]:
         share = sum(entry["num_params"] for entry in rest[role]) / total
         parts.append(f"{role} {percent(share)} ({rest[role][0]['first']}{and_more(_num_tensors(rest[role]))})")
     num = sum(entry["num_params"] for entries in rest.values() for entry in entries)
-    what = "values" if run.manifest.get("inference") is True else "values, gradients and updates"
+    is_taken = run.manifest.get("inference") is True or has_census(run)
+    what = "values" if is_taken else "values, gradients and updates"
     text = (
         f"{what} of {percent(num / total)} of the parameters: {', '.join(parts)}; whether they are right is not judged, a fault"
         " in them shows in the loss and in what later Linears get"
