@@ -134,7 +134,7 @@ def square_weight_not_transposed(path: Path) -> None:
     _short(with_fault(Fault, hidden=128), path)
 
 
-@_corruption(codes=(), words=("bias of", "left out"))
+@_corruption(codes=("F151",), words=("down.bias",))
 def bias_dropped(path: Path) -> None:
     class Fault(BlockLinear):
         def forward(self, x: Tensor) -> Tensor:
