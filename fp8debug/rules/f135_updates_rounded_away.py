@@ -44,8 +44,8 @@ _LEFT_OUT = (
 #: The same sums of FP32 weights, and how many elements are values of BF16 when a step begins, from the second sampled step on: a
 #: checkpoint in BF16 may have them so at the first one.
 _BEGUN_IN_BF16 = (
-    f"SELECT module, {_SUMS}, CAST(sum(num_bf16) AS DOUBLE) AS num_bf16 FROM (SELECT u.*, min(step) OVER (PARTITION BY module) AS start"
-    f" FROM updates u) t WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
+    f"SELECT module, {_SUMS}, CAST(sum(num_bf16) AS DOUBLE) AS num_bf16 FROM"
+    f" (SELECT u.*, min(step) OVER (PARTITION BY module) AS start FROM updates u) t WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
 )
 #: Steps that Adam has counted, at each sampled step at which it moved the weight.
 _COUNTED = (
