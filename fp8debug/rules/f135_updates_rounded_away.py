@@ -45,7 +45,8 @@ _LEFT_OUT = (
 #: checkpoint in BF16 may have them so at the first one.
 _BEGUN_IN_BF16 = (
     f"SELECT module, {_SUMS}, CAST(sum(num_bf16) AS DOUBLE) AS num_bf16 FROM"
-    f" (SELECT u.*, min(step) OVER (PARTITION BY module) AS start FROM updates u) t WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
+    f" (SELECT u.*, min(step) OVER (PARTITION BY module) AS start FROM updates u) t"
+    f" WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
 )
 #: Steps that Adam has counted, at each sampled step at which it moved the weight.
 _COUNTED = (

@@ -4,7 +4,8 @@ At first sight 8 of the 13 that can be seen in what is recorded were right, 4 ha
 (a weight of another expert, the cast of an old input, a clamp at another maximum, rows of a gradient that are lost), and one was
 planted above section 4's limits (sums cut to BF16 every 16 elements of 384: 45 dB) and is planted harder since. Of ten more in
 other recipes (``rows_reversed_rowwise`` and those after it) 8 were right; of a tensor scale applied twice F147 had not been
-expected, and a weight in NVFP4 without its negative values was silent at 3 dB. ``bias_dropped`` was named as not watched until F151.
+expected, and a weight in NVFP4 without its negative values was silent at 3 dB.
+``bias_dropped`` was named as not watched until F151.
 """
 
 from __future__ import annotations
