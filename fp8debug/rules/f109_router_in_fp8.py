@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.model_structure import Group, Inputs, fprop_inputs, is_routed, linears, numbered
+from fp8debug.rules.reading.model_structure import Group, Inputs, fprop_inputs, is_routed, linears, numbered, router_outputs
 from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ class RouterInFp8(Rule):
     """A router runs in FP8: the rounding of its scores sends tokens to other experts.
 
     What it detects
-        A Linear in FP8 with as many outputs as there are experts beside it. Experts are found by structure and by their
+        A Linear in FP8 with as many outputs as there are experts beside it, or as the next multiple of 16, which FP8 GEMMs ask
+        for. Experts are found by structure and by their
         tokens, never by name: a numbered list of equal modules that is called after it, belongs to the same block, and
         shares its tokens among its members, or reads the very same input; or 3-D weights with one matrix for each
         output, which the recorder notes in the manifest. A gate of SwiGLU has as many outputs as its hidden width, and is none.
@@ -83,8 +84,10 @@ class RouterInFp8(Rule):
         for module in linears(run):
             fqn, num = module["fqn"], module["out_features"]
             if fqn in called and num and 2 <= num <= self.max_experts:
-                if selects[fqn] == num or any(len(g.members) == num and self._leads(fqn, g, inputs) for g in groups):
-                    yield fqn, num
+                led = [g for g in groups if num in router_outputs(g) and self._leads(fqn, g, inputs)]
+                if selects[fqn] == num or led:
+                    own = max(led, key=lambda g: (len(g.members) == num, len(g.holder)), default=None)  # not a list of layers
+                    yield fqn, len(own.members) if own else num
 
     def _leads(self, fqn: str, group: Group, inputs: Inputs) -> bool:
         """Return whether a module of one block with a group is called before it and reads what its members share."""

@@ -47,6 +47,9 @@ _NEAREST = "cast_name LIKE '% current%' AND " + " AND ".join(
     f"cast_name NOT LIKE '%{word}%'" for word in ("floor", "even", "stochastic", "hadamard")
 )
 _OF_ELEMENTS = f"{_NEAREST} AND NOT {SCALES_ARE_ROUNDED} AND coalesce(num_saturated, 0) = 0"
+#: The operand of which errors stay where they are (wgrad's result is not multiplied again), and its SQL predicate.
+_LEAF = ("wgrad", "grad_output")
+_IS_LEAF = "(gemm = '{}' AND tensor = '{}')".format(*_LEAF)
 _COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
     *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max", "max_abs_err", "num_tensors"),
@@ -130,8 +133,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
         - max_unexplained_rate 0.01, max_lost_rate 0.05: of zeros-differ, share of the elements that are zero beyond those, a
           warning and an error; numerics.md, 4 (warn and act). The bound is exact for rounding to nearest, whatever the scales of
-          blocks; not judged are wgrad's grad_output (a leaf, of which 16 % underflow in sound runs), stochastic rounding, a
-          Hadamard transform and formats of less than 8 bits.
+          blocks; not judged are stochastic rounding, a Hadamard transform and formats of less than 8 bits.
+        - max_leaf_rate 0.16: the same of wgrad's grad_output, beyond the zeros that dgrad's cast of it has, of which it may be
+          made: what Ling 2.0 saw without harm (numerics.md, 4). It is a warning: wgrad is a leaf.
         - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
           of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
@@ -215,6 +219,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     min_single_peak: float = 6.0
     max_unexplained_rate: float = 0.01
     max_lost_rate: float = 0.05
+    max_leaf_rate: float = 0.16
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -256,7 +261,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     def _zeros(self) -> Look:
         conditions: Conditions = [
             Condition("underflow_rate", ">", self.max_unexplained_rate),
-            Keys("NOT (gemm = 'wgrad' AND tensor = 'grad_output')"),
+            f"(NOT {_IS_LEAF} OR underflow_rate > {self.max_leaf_rate})",
             Keys("cast_name NOT LIKE '%stochastic%' AND cast_name NOT LIKE '%hadamard%'"),
             Keys(f"NOT {IS_BELOW_8_BITS}"),
             "NOT (scale_inv_min = 1 AND scale_inv_max = 1)",
@@ -300,7 +305,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
                 yield self._of_elements(trace)
         for whole in traces(run, self._zeros):
-            trace = whole.where(lambda row, cast=whole.cast: self._unexplained(cast, row) > self.max_unexplained_rate)  # type: ignore[misc]  # bound now
+            trace = self._beyond_explained(run, whole)
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in named:
                 yield self._of_zeros(trace)
         for trace in traces(run, self._nothing):
@@ -335,6 +340,13 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         most = most_underflow(FORMATS[cast.format], histogram, row["scale_inv_max"])
         return float((row["num_underflow"] - most) / row["numel"])
 
+    def _beyond_explained(self, run: Run, whole: Trace) -> Trace | None:
+        """Return the rows with more zeros than their cast can make, and than dgrad's cast left of what wgrad reads."""
+        is_leaf = (whole.gemm, whole.tensor) == _LEAF
+        earlier = _zeros_of_dgrad(run, whole.module) if is_leaf else {}
+        limit = self.max_leaf_rate if is_leaf else self.max_unexplained_rate
+        return whole.where(lambda row: self._unexplained(whole.cast, row) - earlier.get(row["step"], 0.0) > limit)
+
     def _of_zeros(self, trace: Trace) -> Finding:
         row = max(trace.rows, key=lambda row: self._unexplained(trace.cast, row))
         more = self._unexplained(trace.cast, row)
@@ -344,7 +356,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
             f" {percent(max(row['underflow_rate'] - more, 0.0))}: rows or blocks of small values were never written, or were"
             " masked, or the kernel makes zeros of subnormal values"
         )
-        is_error = more > self.max_lost_rate
+        is_error = more > self.max_lost_rate and (trace.gemm, trace.tensor) != _LEAF
         severity, limit = (Severity.ERROR, self.max_lost_rate) if is_error else (Severity.WARNING, self.max_unexplained_rate)
         return replace(trace.finding(self, severity, message, value=more, threshold=limit), name="zeros-differ")
 
@@ -643,6 +655,15 @@ def _by_direction(cosine: float | None, gain: float | None, norm_ratio: float | 
             " or another version of the tensor"
         )
     return f"{numbers}: one factor per block (scales of other blocks, or rounded after the cast) or values of another tensor"
+
+
+def _zeros_of_dgrad(run: Run, module: str) -> dict[int, float]:
+    """Return by step the share of a module's grad_output that dgrad's cast makes zero."""
+    query = (
+        "SELECT step, max(underflow_rate) AS rate FROM sites WHERE module = ? AND gemm = 'dgrad' AND tensor = 'grad_output'"
+        " AND actual AND reference = 'operand' AND underflow_rate IS NOT NULL GROUP BY step"
+    )
+    return {row["step"]: row["rate"] for row in run.sql(query, [module]).to_pylist()}
 
 
 RULES.add(OperandDiffers.code, OperandDiffers())

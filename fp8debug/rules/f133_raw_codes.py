@@ -27,8 +27,9 @@ class RawCodes(Rule):
 
     What it detects
         A high-precision weight whose amax is the largest value of an FP8 format (448, 240 or 57344), and that FP8 holds without
-        any error at its first sampled step, or that is far larger than the other weights of the run. A trained weight
-        has an amax near 0.1 to 10, and only values that lie on the format's grid are cast without error.
+        any error at its first sampled step, or that is far larger than the other weights of the run and than it was at the
+        sampled step before: codes come at once, where they are loaded, and a weight that grows may pass by any value. A trained
+        weight has an amax near 0.1 to 10, and only values that lie on the format's grid are cast without error.
 
     Why it matters
         weight_scale_inv is a tensor of its own in a checkpoint; a loader that does not know its name drops it. The first loss
@@ -44,8 +45,9 @@ class RawCodes(Rule):
     Thresholds
         - max_amax_error 0.02: relative distance of the amax from the format's maximum; an optimizer step moves it by less. No
           published basis.
-        - min_amax_ratio 16: amax over the median amax of the run's other weights, where the cast has an error. No published
-          basis: weights of one model lie within a factor of 8 [measured on the bench's clean runs].
+        - min_amax_ratio 16: amax over the median amax of the run's other weights, where the cast has an error, and over the
+          weight's own at the sampled step before. No published basis: weights of one model lie
+          within a factor of 8 [measured on the bench's clean runs].
         - min_binades 4: occupied bins of the exponent histogram: a constant weight is cast without error as well.
         - min_elements 256: elements; a small tensor says little.
         - Seen in unsloth #6978, LTX-2 #172, mcore-bridge #183, vllm #45835.
@@ -92,6 +94,9 @@ class RawCodes(Rule):
         for trace in found:
             row = trace.rows[0]
             usual = median(others.get(row["step"], [math.inf]))
+            before = _before(run, trace.module, row["step"])
+            if row["amax"] < self.min_amax_ratio * before:
+                continue
             is_exact = row["step"] == trace.start and row["sum_err2"] == 0 and spans_binades(row, self.min_binades)
             if not is_exact and not row["amax"] >= self.min_amax_ratio * usual:
                 continue
@@ -105,6 +110,15 @@ class RawCodes(Rule):
             yield trace.finding(
                 self, Severity.ERROR, message, value=row["amax"], threshold=self.min_amax_ratio * min(usual, maximum)
             )
+
+
+def _before(run: Run, module: str, step: int) -> float:
+    """Return the amax of a module's weight at the sampled step before one; 0 where there is none."""
+    query = (
+        "SELECT step, module, amax FROM sites WHERE tensor = 'weight' AND reference = 'operand' AND amax > 0"
+        f" AND step < {step} ORDER BY step DESC"
+    )
+    return next((float(row["amax"]) for row in run.sql(query).to_pylist() if row["module"] == module), 0.0)
 
 
 RULES.add(RawCodes.code, RawCodes())

@@ -23,10 +23,11 @@ _EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 _FP32_SPACING = 2.0**-23
 #: Roles of parameters that are not judged as harshly: a gain of 1 stands in BF16 at every learning rate below 2e-3.
 _SMALL = ("norm", "bias")
-#: SQL over ``updates``: the rows of weights without an FP32 copy, and their sums by module.
+#: SQL over ``updates``: the rows of weights without an FP32 copy, and their sums by module. An optimizer leaves out a weight
+#: that has no gradient in a step (an expert without tokens), whatever its state asks for: nothing is rounded away there.
 _JUDGED = (
     "NOT coalesce(keeps_precision, FALSE) AND num_sampled > 0 AND coalesce(lr, 1) > 0"
-    " AND (num_intended IS NULL OR num_intended > 0)"
+    " AND (num_intended IS NULL OR num_intended > 0) AND (num_grad IS NOT NULL OR num_moved > 0)"
 )
 _SUMS = (
     "min(dtype) AS dtype, min(optimizer) AS optimizer, max(lr) AS lr, min(step) AS first,"
@@ -80,6 +81,7 @@ class UpdatesRoundedAway(Rule):
         weights do not count whose updates lie below the distance of two FP32 values: their gradient is next to 0, as under SGD
         behind a gate that starts from 0. An FP32 weight that holds values of BF16 alone when each step begins is written back to
         them between two steps (by an export, a copy, a hook), where nothing of the step itself shows the loss.
+        A step at which a weight has no gradient and does not move does not count.
         Of an optimizer with another formula the share of elements that moved is judged alone: next to none is a warning, and
         less than half, which move by about the distance of two values, information, as it may round stochastically.
         step-count-stands: the count of steps that Adam keeps, and corrects the bias of its moments by, is the same at all sampled

@@ -84,28 +84,25 @@ class GradientLost(Rule):
         sampled columns: gradient-emptied (it is what came after weight.grad was found empty once more: zero_grad between
         microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone), gradient-of-first-microbatch,
         gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just
-        before), gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while
-        others move), gradient-never-computed (the same where no wgrad ran for a weight that requires a gradient),
-        gradient-without-optimizer (no step of an optimizer has the weight, which has a gradient and stands to the last digit,
-        while other weights are updated; information where none of these runs before it, as of a program that trains its last
-        layers alone),
-        gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied weight.grad
-        between them: a program that does may join the gradients of two losses as it likes),
-        gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
-        one use's, and not as their sum; or of a module that is called several times in the only pass, it is one call's),
-        gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one call's
-        gradient than of the other's: one is counted twice, or scaled), gradient-in-part (zeros where wgrad gave none, as a
-        mask leaves them, which is information), gradient-scaled-at-step (the same multiple above 1 of the sum in all
-        modules). A
-        gradient-joined, information: in a run of one rank, weight.grad has more than wgrad gave, in several modules that share
-        no weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A
+        before, and no wgrad of the step went unseen), gradient-lost (all zeros, where wgrad was not), gradient-absent (None,
+        and the weight stands still while others move), gradient-never-computed (the same where no wgrad ran for a weight that
+        requires a gradient), gradient-without-optimizer (no step of an optimizer has the weight, which has a gradient and
+        stands to the last digit, while other weights are updated; information where none of these runs before it, as of a
+        program that trains its last layers alone), gradient-weighted (another multiple of the first of two passes than of the
+        second, where nothing emptied weight.grad between them: a program that does may join the gradients of two losses as it
+        likes), gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as
+        large as one use's, and not as their sum; or of a module that is called several times in the only pass, it is one
+        call's), gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one
+        call's gradient than of the other's: one is counted twice, or scaled), gradient-in-part (zeros where wgrad gave none,
+        as a mask leaves them, which is information), gradient-scaled-at-step (the same multiple above 1 of the sum in all
+        modules), gradient-joined, information: in a run of one rank, weight.grad has more than wgrad gave, in several modules
+        that share no weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A
         common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
         so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding that is
-        tied to a head, noise), nothing is concluded; nor where
-        an optimizer steps on copies of its own; nor of multiples where wgrad's result is multiplied after its GEMM, which is
-        where passes are read. A pass before another optimizer's step does not count: it is of that one's
-        loss (a generator's gradients of the discriminator); nor does one of torch.autograd.grad, or one after which the weight
-        was changed before the next (an ascent step).
+        tied to a head, noise), nothing is concluded; nor where an optimizer steps on copies of its own; nor of multiples where
+        wgrad's result is multiplied after its GEMM, which is where passes are read. A pass before another optimizer's step
+        does not count: it is of that one's loss (a generator's gradients of the discriminator); nor does one of
+        torch.autograd.grad, or one after which the weight was changed before the next (an ascent step).
 
     Why it matters
         The run trains on a part of its batch, or not at all. Nothing is NaN, every cast is clean, the loss is worse or noisier;
@@ -203,8 +200,9 @@ class GradientLost(Rule):
         num_steps: dict[str, int] = {}
         for row in rows:
             num_steps[row["module"]] = num_steps.get(row["module"], 0) + 1
+        unseen = _without_some_wgrads(run, {row["module"] for row in kept if row["before2"]})
         for row in kept:
-            if row["before2"]:
+            if row["before2"] and (row["step"], row["module"]) not in unseen:
                 found.setdefault(_KEPT, {}).setdefault(row["module"], []).append(row)
                 num_steps.setdefault(row["module"], self.min_steps)
         large = self._far_larger(run, found.get(_KEPT, {}))
@@ -519,6 +517,21 @@ class GradientLost(Rule):
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that is already wrong between microbatches."""
         return accuses_other_modules(finding, others, "F134")
+
+
+def _without_some_wgrads(run: Run, modules: set[str]) -> set[tuple[int, str]]:
+    """Return the steps and modules of which fewer wgrads were recorded than forward passes.
+
+    What weight.grad holds when the first wgrad is seen may then be of this step: that of a microbatch whose wgrad was not seen.
+    """
+    if not modules:
+        return set()
+    query = (
+        "SELECT DISTINCT step, module FROM (SELECT step, rank, module, max(num_tensors) FILTER (gemm = 'fprop') AS num_fprop,"
+        " max(num_tensors) FILTER (gemm = 'wgrad') AS num_wgrad FROM raw WHERE actual GROUP BY step, rank, module) t"
+        " WHERE num_wgrad < num_fprop"
+    )
+    return {(row["step"], row["module"]) for row in run.sql(query).to_pylist() if row["module"] in modules}
 
 
 def _shared_weights(run: Run) -> dict[str, list[str]]:

@@ -245,6 +245,11 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "F133": {
+        "a weight that grows past a format's maximum": {
+            "overrides": [
+                Override(**{**WEIGHT, "steps": (10 * n, 10 * n + 1)}, slots={"amax": 448.0 * 4.0 ** (n - 5)}) for n in range(10)
+            ]
+        },
         "a large weight": {"overrides": [Override(**WEIGHT, slots={"amax": 30.0})]},
         "weights that are all so large": {
             "overrides": [Override(tensor="weight", reference="operand", steps=(40, None), slots={"amax": 448.0})]

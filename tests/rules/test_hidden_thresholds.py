@@ -79,7 +79,7 @@ FACTS = {
     "reading/losses.py": {"_SIGNIFICANDS": "formats of 16 bits"},
     "reading/lost.py": {"MAX_NAMES": "length of a message"},
     "reading/misread.py": {"DATA_FORMATS": "bits", "_POINTS": "points of a sum", "_SAME": "FP32's rounding"},
-    "reading/model_structure.py": {"numbered": "a group has two members"},
+    "reading/model_structure.py": {"numbered": "a group has two members", "router_outputs": "what FP8 GEMMs ask for"},
     "reading/movements.py": {"_DEVIATIONS": "of a Gaussian", "Movements.words.more": "length of a message"},
     "reading/nonfinite.py": {
         "NEXT_STEPS": "the step after", "MAX_RESULT": "the largest of FP32 and BF16", "_FP16_RESULT": "the largest of FP16",

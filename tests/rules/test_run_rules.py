@@ -181,6 +181,17 @@ def test_experts_that_all_read_everything_have_a_router_too(tmp_path: Path) -> N
     assert [(f.code, f.module) for f in findings] == [("F109", "net.0.moe.choose")]
 
 
+def test_a_router_whose_outputs_are_padded_for_fp8_is_found(tmp_path: Path) -> None:
+    """Four experts, and twelve outputs more that are never chosen; 17 are no multiple of 16."""
+    for num, expected in ((16, [("F109", "net.0.moe.choose")]), (17, [])):
+        modules = tuple((name, fan_in, num if name.endswith("choose") else out) for name, fan_in, out in sick.ROUTED)
+        entry = {"net.0.moe.choose": {"requested": None}}
+        run = build(tmp_path / str(num), modules=modules, module_entries=entry, overrides=sick.SHARES)
+        found = triage(run, select=["F109"])
+        assert [(f.code, f.module) for f in found] == expected
+        assert all(f"among {sick.NUM_EXPERTS} experts" in f.message for f in found)
+
+
 def test_experts_in_one_weight_have_a_router_too(tmp_path: Path) -> None:
     modules = (("net.0.mix", 256, 256), ("net.0.moe.choose", 256, 8))
     entry = {"net.0.moe.choose": {"requested": None, "selects": 8}}
@@ -567,6 +578,19 @@ def test_a_weight_that_the_optimizer_leaves_out(tmp_path: Path, change: dict[str
     assert named == ([("F135", "weight-not-updated", sick.CULPRIT)] if is_left_out else [])
 
 
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_an_expert_without_tokens_is_left_out_of_a_step_and_nothing_is_rounded_away(tmp_path: Path, has_gradient: bool) -> None:
+    """Adam's state asks for an update at each step; the optimizer makes it only where there is a gradient."""
+    skipped = {"num_moved": 0, "num_lost": 8192, "sum_intended_update": 0.0, "dtype": "float32"}
+    skipped |= {} if has_gradient else {"num_grad": None, "sum_grad2": None}
+
+    def updates(step: int, module: str) -> dict[str, Any]:
+        return skipped if module == sick.CULPRIT and step % 40 else {}
+
+    found = [(f.code, f.name, f.module) for f in triage(build(tmp_path / "run", updates=updates))]
+    assert found == ([("F135", "updates-rounded-away", sick.CULPRIT)] if has_gradient else [])
+
+
 def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: Path) -> None:
     doubled = {"sum_given2": 5.0, "sum_given_passes": 3.0, "sum_given_since": 3.0, "sum_given_last": 1.0, "sum_given_first": 2.0}
     (finding,) = triage(build(tmp_path / "run", updates=sick.given(sick.CULPRIT, **doubled)))
@@ -616,6 +640,20 @@ def test_a_gradient_on_top_of_something_far_larger_counts_at_one_step(tmp_path: 
 
     found = [(f.code, f.name, f.module) for f in triage(build(tmp_path / "run", updates=updates))]
     assert found == ([("F149", "gradient-kept", sick.CULPRIT)] if is_named else [])
+
+
+@pytest.mark.parametrize(("num_microbatches", "is_named"), [(1, True), (4, False)])
+def test_a_gradient_of_a_microbatch_whose_wgrad_went_unseen_is_not_of_an_earlier_step(
+    tmp_path: Path, num_microbatches: int, is_named: bool
+) -> None:
+    """A wgrad whose tokens are padded is not recognized: the first one that is finds the gradient of those before it."""
+    unseen = Override(module=sick.CULPRIT, gemm="fprop", slots={"num_tensors": num_microbatches})
+
+    def updates(step: int, module: str) -> dict[str, Any]:
+        return {**sick.given()(step, module), **ONE_PASS, "sum_before2": float(module == sick.CULPRIT)}
+
+    found = [(f.name, f.module) for f in triage(build(tmp_path / "run", updates=updates, overrides=[unseen]))]
+    assert found == ([("gradient-kept", sick.CULPRIT)] if is_named else [])
 
 
 @pytest.mark.parametrize(

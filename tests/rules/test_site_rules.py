@@ -414,6 +414,22 @@ def test_a_margin_of_a_binade_and_a_constant_scale_are_left_alone(tmp_path: Path
     assert [f.message for f in triage(build(tmp_path / "run", overrides=unused(share, 0.0, moves=moves)))] == []
 
 
+@pytest.mark.parametrize(("lost", "of_dgrad", "is_named"), [(0.9, 0.0, True), (0.9, 0.85, False), (0.15, 0.0, False)])
+def test_zeros_of_what_wgrad_reads_count_beyond_those_that_dgrad_has(
+    tmp_path: Path, lost: float, of_dgrad: float, is_named: bool
+) -> None:
+    """A cast that loses small values in wgrad alone; a cast of dgrad's codes, which have zeros of their own, is none."""
+    wgrad = {"num_underflow": share(lost), "log2_hist": lambda row: row["log2_hist"]}
+    dgrad = {"num_underflow": share(of_dgrad)}
+    overrides = [
+        Override(**{**INPUT, "gemm": gemm, "tensor": "grad_output"}, slots=slots)
+        for gemm, slots in (("wgrad", wgrad), ("dgrad", dgrad))
+    ]
+    found = [(f.name, f.severity, f.module, f.gemm) for f in triage(build(tmp_path / "run", overrides=overrides))]
+    named = [f for f in found if f[0] == "zeros-differ"]
+    assert named == ([("zeros-differ", Severity.WARNING, CULPRIT, "wgrad")] if is_named else [])
+
+
 @pytest.mark.parametrize(("rate", "severity"), [(0.08, Severity.ERROR), (0.03, Severity.WARNING), (0.009, None)])
 def test_zeros_that_the_magnitudes_do_not_explain(tmp_path: Path, rate: float, severity: Severity | None) -> None:
     """A tile of small values that was never written: the SQNR is a sound cast's."""

@@ -76,7 +76,7 @@ def fprop_inputs(run: Run) -> Inputs:
     """Return how many rows FP8 modules read at each sampled step, and their sum of squares; NaN inputs are left out.
 
     Every step is there. Modules are left out that can be no expert and no router: those of groups whose members always read as
-    many rows, if no group has as many members as any of them has outputs.
+    many rows, if no router of a group has as many outputs as any of them.
     """
     return run.memo("fprop_inputs", lambda: _fprop_inputs(run))
 
@@ -129,7 +129,7 @@ def _fprop_inputs(run: Run) -> Inputs:
 def _telling(run: Run, rows: Mapping[str, set[int]]) -> list[str]:
     """Return the modules that may be experts or routers, by the least and the most rows that each read."""
     groups = numbered(run)
-    sizes = {len(group.members) for group in groups}
+    sizes = {num for group in groups for num in router_outputs(group)}
     chosen = {module["fqn"]: module.get("selects") for module in run.modules}
     outputs = {m["fqn"]: m["out_features"] for m in linears(run) if m["fqn"] in rows and m["out_features"]}
     if any(num in sizes or num == chosen[fqn] for fqn, num in outputs.items()):
@@ -137,6 +137,12 @@ def _telling(run: Run, rows: Mapping[str, set[int]]) -> list[str]:
     read = [(group, {num for fqn in group.members.values() for num in rows.get(fqn, ())}) for group in groups]
     uneven = {fqn for group, nums in read if len(nums) > 1 for fqn in group.members.values()}
     return [fqn for fqn in rows if fqn in uneven]
+
+
+def router_outputs(group: Group) -> tuple[int, int]:
+    """Return how many outputs a router of a group may have: one a member, or the next multiple of 16, which FP8 GEMMs ask for."""
+    num = len(group.members)
+    return num, -(-num // 16) * 16
 
 
 def is_routed(group: Group, inputs: Inputs) -> bool:
