@@ -21,7 +21,20 @@ from fp8debug.kernels.dispatch import measure
 from fp8debug.linear import Fp8Linear
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
-from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
+from tests.adapters.linears import (
+    CHECKPOINTS,
+    E4M3,
+    E5M2,
+    ScaledLinear,
+    batch,
+    model,
+    multiply,
+    record,
+    rows,
+    same,
+    sites,
+    train,
+)
 from tests.adapters.watching.test_watch import NINE
 
 #: Slots that a weight's rows fill beside those of ``measure``.
@@ -271,6 +284,75 @@ def test_a_gemm_that_does_not_fit_is_said(tmp_path: Path, capsys: pytest.Capture
         watch.step()
     assert not rows(fp8debug.Run(tmp_path / "run"))
     assert "_scaled_mm of [48, 80] by [80, 32] is not input [48, 64] by weight [32, 64]" in capsys.readouterr().err
+
+
+class PaddedMatmul(torch.autograd.Function):
+    """Adds tokens of zeros until their number is a multiple, as its GEMMs ask for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        wide = x if layer.pads == "wgrad" else padded(x, layer.multiple)
+        return multiply(wide, weight.t(), (E4M3, E4M3), layer.rowwise)[: len(x)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), layer = ctx.saved_tensors, ctx.layer
+        g, wide = padded(grad, layer.multiple), padded(x, layer.multiple)
+        grad_input = multiply(grad if layer.pads == "wgrad" else g, weight, (E5M2, E4M3), layer.rowwise)[: len(x)]
+        if layer.turned:
+            return grad_input, multiply(wide.t(), g, (E4M3, E5M2), layer.rowwise).t(), None
+        return grad_input, multiply(g.t(), wide, (E5M2, E4M3), layer.rowwise), None
+
+
+def padded(x: Tensor, multiple: int) -> Tensor:
+    return nn.functional.pad(x, (0, 0, 0, -len(x) % multiple))
+
+
+class PaddedLinear(ScaledLinear):
+    def __init__(self, n: int, k: int, pads: str, multiple: int, rowwise: bool, turned: bool) -> None:
+        super().__init__(n, k, bias=False)
+        self.pads, self.multiple, self.rowwise, self.turned = pads, multiple, rowwise, turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = PaddedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self)
+        return out.reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("pads", ["wgrad", "all"])
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("multiple", "turned"), [(16, False), (128, False), (32, True)])
+def test_tokens_that_are_padded_are_recorded_without_the_padding(
+    tmp_path: Path, pads: str, rowwise: bool, multiple: int, turned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        made = [PaddedLinear(n, k, pads, multiple, rowwise, turned) for n, k in ((64, 96), (96, 32))]
+        return nn.Sequential(made[0], nn.GELU(), made[1]).bfloat16()
+
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x.reshape(-1, 64)[:43])
+            return out
+
+    expected, watched = train(Ragged()), Ragged()
+    with fp8debug.watch(watched, tmp_path / "run", every=1, shadow="full", what_if=()) as watch:
+        assert same(train(watched, after=lambda loss: watch.step(loss=loss)), expected)
+    assert "not " not in capsys.readouterr().err
+    run = fp8debug.Run(tmp_path / "run")
+    assert sites(run, "inner.2") == NINE
+    for row in rows(run, "reference = 'operand'"):
+        tokens = row["tensor"] in ("input", "grad_output")
+        assert row["numel"] % 43 == 0 if tokens else row["numel"] in (64 * 96, 96 * 32)
+        assert row["sqnr_db"] > (24 if "e5m2" in row["cast_name"] else 30) and row["headroom"] == pytest.approx(1, abs=1e-5)
+    for row in rows(run, "reference = 'exact'"):
+        assert row["sqnr_db"] > 45, row
+    assert {f.code for f in fp8debug.triage(tmp_path / "run")} <= {"F135"}  # BF16 weights under SGD
 
 
 def test_an_exception_in_the_loop_leaves_nothing_behind(tmp_path: Path) -> None:

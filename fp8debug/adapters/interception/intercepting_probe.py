@@ -32,6 +32,8 @@ from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole, not_observed, 
 
 #: (gemm, tensor, cast as far as the GEMM shows it) -> the cast that is in force there.
 CastOf = Callable[[Gemm, TensorRole, Cast], Cast]
+#: Multiples that tokens are padded to: cuBLAS asks for 16 of what is contracted, casts in blocks for 32 to 128.
+PADDED_TO = (16, 32, 64, 128)
 #: Modules that a watch listens to, by whether it records inference.
 _INTERCEPTED: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
 
@@ -534,12 +536,26 @@ def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
 def readings(which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> tuple[SeenGemm | None, SeenGemm | None]:
     """Return the GEMM as it is and transposed, each where its shapes are those of ``which``, else None.
 
-    A bias is a Linear's in fprop alone, where it is added to every row of the output.
+    A bias is a Linear's in fprop alone, where it is added to every row of the output. Where tokens were added to reach a multiple
+    of ``PADDED_TO``, as FP8 GEMMs ask for, it is returned without them: they come last, and are zero.
     """
-    (n, k), m = weight.shape, tokens
-    first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
     if gemm.bias is not None and which is not Gemm.FPROP:
         return None, None
+    (n, k), m = weight.shape, tokens
+    as_is, turned = _readings(which, gemm, (m, n, k))
+    for padded in () if as_is or turned else sorted({-(-m // multiple) * multiple for multiple in PADDED_TO} - {m}):
+        found = _readings(which, gemm, (padded, n, k))
+        if any(found):
+            size = (n, m) if which is Gemm.WGRAD else (m, k if which is Gemm.FPROP else n)
+            as_is, turned = (None if one is None else one.cut(*size) for one in found)
+            break
+    return as_is, turned
+
+
+def _readings(which: Gemm, gemm: SeenGemm, sizes: tuple[int, int, int]) -> tuple[SeenGemm | None, SeenGemm | None]:
+    """Return the GEMM as it is and transposed, each where its shapes are those of ``which`` with tokens, outputs and inputs."""
+    m, n, k = sizes
+    first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
     left, right = gemm.first.values.shape, gemm.second.values.shape
     as_is = gemm if left == first and right == second else None
     is_turned = gemm.bias is None and right[::-1] == first and left[::-1] == second

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8debug.adapters.base import same_cast, turned
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.gemm_flops import FLOPS, GemmCounter, is_of_fp8_linear
-from fp8debug.formats import TRANSPOSED
+from fp8debug.formats import TRANSPOSED, block_shape
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.kernels.torch_state import (
@@ -71,6 +71,15 @@ class GemmOperand(NamedTuple):
         cast = None if self.cast is None else turned(self.cast)
         return GemmOperand(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version, cast)
 
+    def cut(self, rows: int, columns: int) -> GemmOperand:
+        """Return its first rows and columns: what of it is no padding."""
+        values, version = _cut(self.values, rows, columns, self.version)
+        if self.scale_inv is None:
+            return GemmOperand(values, version=version)
+        height, width = block_shape(self.seen_cast.granularity, *self.values.shape)
+        scale_inv = self.scale_inv[: -(-rows // height), : -(-columns // width)]
+        return self._replace(values=values, scale_inv=scale_inv, version=version)
+
     @property
     def seen_cast(self) -> Cast:
         """The cast as far as the GEMM shows it."""
@@ -106,6 +115,19 @@ class SeenGemm(NamedTuple):
         """Return the same GEMM as ``result.t() = second.t() @ first.t()``."""
         return self._replace(first=self.second.t(), second=self.first.t(), result=self.result.t())
 
+    def cut(self, rows: int, inner: int) -> SeenGemm:
+        """Return what of it is no padding.
+
+        Args:
+            rows: those of the first operand and of the result that are kept.
+            inner: columns of the first operand and rows of the second one that are kept.
+        """
+        columns = self.second.values.shape[1]
+        result, version = _cut(self.result, rows, columns, self.version)
+        return self._replace(
+            first=self.first.cut(rows, inner), second=self.second.cut(inner, columns), result=result, version=version
+        )
+
     def held(self, *, copied: bool = False) -> SeenGemm:
         """Return it to be read later: with copies of what the program may overwrite unnoticed, and of all that is small.
 
@@ -139,6 +161,12 @@ class SeenGemm(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} of {list(self.first.values.shape)} by {list(self.second.values.shape)}"
+
+
+def _cut(x: Tensor, rows: int, columns: int, version: int | None) -> tuple[Tensor, int | None]:
+    """Return the first rows and columns of a matrix, without gaps in memory, and their version: a copy has none."""
+    part = x[:rows, :columns]
+    return (part, version) if part.is_contiguous() or part.t().is_contiguous() else (part.contiguous(), None)
 
 
 def version_of(x: Tensor) -> int | None:
