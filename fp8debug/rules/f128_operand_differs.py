@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,15 @@ _ELEMENT_ERROR = (
     "max_abs_err / (scale_inv_max * CASE "
     + " ".join(f"WHEN cast_name LIKE '{name} %' THEN {half}" for name, half in _HALF_STEPS.items())
     + " END)"
+)
+#: What cutting off mantissas of values that are spread evenly over a binade takes of their gain, over the step s of the mantissa
+#: (E[(x mod s) x] / E[x^2] = (s / 2)(3 / 2) / (7 / 3)), and their squared error over that of the step (1 / 3) / (7 / 3).
+_CUT_GAIN, _CUT_NMSE = 9 / 28, 1 / 7
+#: SQL: the step of the mantissa of a format of 8 bits.
+_STEP = (
+    "CASE "
+    + " ".join(f"WHEN cast_name LIKE '{name} %' THEN {2.0 ** -FORMATS[name].mantissa_bits}" for name in _HALF_STEPS)
+    + " END"
 )
 #: SQL predicates: a cast with its own scales that rounds to nearest and clips nothing; a row in which it clips nothing.
 _NEAREST = "cast_name LIKE '% current%' AND " + " AND ".join(
@@ -84,6 +93,11 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         times the largest scale, where nothing clips. One element beyond is proof of another rounding, or of a wrong element,
         at any SQNR: mantissas that are cut off have 26.8 dB. Further than a whole step no rounding moves it, in any direction:
         then a part of the tensor was cast under another scale than the GEMM reads, or single elements are wrong.
+
+        values-cut-off: gain and error are those of mantissas that are cut off, at all steps from the first one on: of values that
+        are spread evenly over binades the gain loses 9/28 of the mantissa's step (0.08 in E5M2, 0.04 in E4M3), and the SQNR is
+        7 over its square (20.5 and 26.5 dB), which no bound of single elements shows where few of them lie near the maximum.
+        The upper byte of an FP16 number is E5M2 that was cut off.
 
         zeros-differ: more zeros than the cast can make. A value becomes zero below half the format's smallest one times its
         scale; the histogram of magnitudes bounds how many lie there under the largest scale, the whole bin counted. Small
@@ -131,6 +145,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
+        - max_cut_deviation 0.25, max_cut_db 2, min_cut_steps 3, max_binade_share 0.6: of values-cut-off, distance of the lost
+          gain from its closed form, relative, and of the SQNR from its own; sampled steps; and energy in one binade, beyond
+          which equal values may round one way. No published basis.
         - max_unexplained_rate 0.01, max_lost_rate 0.05: of zeros-differ, share of the elements that are zero beyond those, a
           warning and an error; numerics.md, 4 (warn and act). The bound is exact for rounding to nearest, whatever the scales of
           blocks; not judged are stochastic rounding, a Hadamard transform and formats of less than 8 bits.
@@ -217,6 +234,10 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     max_noise_gain_error: float = 0.06
     min_single_error: float = 0.5
     min_single_peak: float = 6.0
+    max_cut_deviation: float = 0.25
+    max_cut_db: float = 2.0
+    min_cut_steps: int = 3
+    max_binade_share: float = 0.6
     max_unexplained_rate: float = 0.01
     max_lost_rate: float = 0.05
     max_leaf_rate: float = 0.16
@@ -249,6 +270,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         yield self._unmeasured
         yield self._unscaled
         yield self._elements
+        yield self._cut_off
         yield self._zeros
         yield self._nothing
 
@@ -278,6 +300,14 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         rows = f"{RUNNING} AND sum_x2 > 0 AND {_OF_ELEMENTS} AND {holds_all} AND {beyond}"
         return Look(rows, beyond, f"{KEYS} AND {_NEAREST}", columns)
 
+    @property
+    def _cut_off(self) -> Look:
+        loss, width, most = f"(1 - gain) / ({_CUT_GAIN} * {_STEP})", self.max_cut_deviation, 10 ** (self.max_cut_db / 10)
+        error = f"pow(10, -sqnr_db / 10) / ({_CUT_NMSE} * pow({_STEP}, 2))"
+        is_cut = f"{loss} BETWEEN {1 - width} AND {1 + width} AND {error} BETWEEN {1 / most} AND {most}"
+        rows = f"{RUNNING} AND sum_x2 > 0 AND {_OF_ELEMENTS} AND {is_cut}"
+        return Look(rows, is_cut, f"{KEYS} AND {_NEAREST}", ("gain", "sqnr_db", "log2_hist", *SCALE_COLUMNS))
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
         found = traces(run, self._look)
@@ -300,10 +330,11 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
                 finding = self._finding(trace, self._floor_of(cast, trace.least("sqnr_db"), floor), is_current)
                 yield _below_floor(finding, trace) if self._is_below_amax_floor(trace) else finding
         told = {(trace.module, trace.gemm, trace.tensor) for trace in found}
-        for whole in traces(run, self._elements):
-            trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
-            if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
-                yield self._of_elements(trace)
+        for trace in self._rounded_otherwise(run, self._elements, told, is_elsewhere):
+            named.add((trace.module, trace.gemm, trace.tensor))
+            yield self._of_elements(trace)
+        for trace in self._rounded_otherwise(run, self._cut_off, named, is_elsewhere):
+            yield from self._of_cut_off(trace)
         for whole in traces(run, self._zeros):
             trace = self._beyond_explained(run, whole)
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in named:
@@ -311,6 +342,16 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         for trace in traces(run, self._nothing):
             yield self._of_nothing(trace)
         yield from self._without_errors(run)
+
+    @staticmethod
+    def _rounded_otherwise(
+        run: Run, chosen: Look, told: Collection[tuple[str, str, str]], is_elsewhere: Callable[[Trace, dict[str, Any]], bool]
+    ) -> Iterable[Trace]:
+        """Return the traces of a look whose scale is the GEMM's own, but for those that were told."""
+        for whole in traces(run, chosen):
+            trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
+            if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
+                yield trace
 
     def _of_nothing(self, trace: Trace) -> Finding:
         row = trace.worst("max_abs_err")
@@ -460,6 +501,25 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         )
         finding = trace.finding(self, Severity.WARNING, message, value=more, threshold=self.max_element_error)
         return replace(finding, name="element-differs", cure=cure)
+
+    def _is_spread(self, row: dict[str, Any]) -> bool:
+        """Return whether no binade holds so much of a tensor's energy that equal values may round one way."""
+        energy = [count * 4.0**place for place, count in enumerate(row["log2_hist"] or ())]
+        return bool(energy) and max(energy) <= self.max_binade_share * sum(energy)
+
+    def _of_cut_off(self, whole: Trace) -> Iterable[Finding]:
+        trace = whole.where(self._is_spread)
+        since = [] if trace is None else [step for step in trace.sampled if step >= trace.rows[0]["step"]]
+        if trace is None or len(trace.rows) < max(self.min_cut_steps, len(since)):
+            return
+        row = trace.rows[0]
+        message = (
+            f"the {trace.gemm} {trace.tensor} has gain {row['gain']:.3f} at {row['sqnr_db']:.1f} dB, and the like at all"
+            f" {len(trace.rows)} sampled steps since step {row['step']}: the cast cuts mantissas off (it rounds towards zero), as"
+            " the upper byte of FP16 does: every value is smaller, and so is the result"
+        )
+        finding = trace.finding(self, Severity.WARNING, message, value=row["gain"], threshold=1.0)
+        yield replace(finding, name="values-cut-off", cure=_ROUNDING)
 
     def _is_below_amax_floor(self, trace: Trace) -> bool:
         """Return whether every scale is that of an amax floor as stacks have it, above a tensor of next to nothing."""

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8debug.rules import RULES, Severity, triage
+from fp8debug.metrics.histogram import NUM_BINS
+from fp8debug.rules import RULES, Finding, Severity, triage
 from tests.rules import sick_sites as sick
 from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT, OUTLIER, WEIGHT, share
 from tests.rules.sick_sites import DGRAD, FOREIGN, STALE, WGRAD, of_energy, rotated, shifted
@@ -326,6 +327,34 @@ def test_a_cast_that_cuts_mantissas_off_is_named(tmp_path: Path) -> None:
     assert "rounds towards zero" in finding.message
     near = {**cut, "max_abs_err": lambda row: 17.0 * row["scale_inv_max"]}
     assert list(triage(build(tmp_path / "near", overrides=[Override(**INPUT, slots=near)]))) == []
+
+
+@pytest.mark.parametrize(("recipe", "gain", "sqnr_db"), [("tensorwise_fnuz", 0.917, 20.2), ("blockwise", 0.962, 26.8)])
+def test_mantissas_that_are_cut_off_below_the_largest_values_are_named(
+    recipe: str, gain: float, sqnr_db: float, tmp_path: Path
+) -> None:
+    at: dict[str, Any] = {"module": CULPRIT, "gemm": "dgrad", "tensor": "grad_output", "reference": "operand"}
+    cut: dict[str, Any] = {"gain": gain, "sqnr_db": sqnr_db, "max_abs_err": lambda row: row["scale_inv_max"], "log2_hist": spread}
+    near: dict[str, dict[str, Any]] = {
+        "one value": {**cut, "log2_hist": lambda row: [row["numel"] * (i == 45) for i in range(NUM_BINS)]},
+        "noise": {**cut, "sqnr_db": sqnr_db - 4},
+        "rounding": {**cut, "gain": 1 - (1 - gain) / 3},
+    }
+
+    def found(name: str, slots: dict[str, Any], steps: tuple[int, int | None] = (40, None)) -> list[Finding]:
+        overrides = [Override(**at, steps=steps, slots=slots)]
+        return list(triage(build(tmp_path / name, recipe=recipe, overrides=overrides)))
+
+    (finding,) = found("run", cut)
+    assert (finding.code, finding.name, finding.module, finding.severity) == ("F128", "values-cut-off", CULPRIT, "warning")
+    assert finding.steps[0] == 40 and "upper byte of FP16" in finding.message and "nearest even" in finding.cure
+    others = [*(found(name, slots) for name, slots in near.items()), found("ended", cut, (40, 80))]
+    assert "values-cut-off" not in {other.name for findings in others for other in findings}
+
+
+def spread(row: dict[str, Any]) -> list[int]:
+    """Return a histogram whose energy lies in several binades."""
+    return [row["numel"] // 4 ** max(0, i - 40) if i < 46 else 0 for i in range(NUM_BINS)]
 
 
 def test_an_input_that_is_recomputed_from_other_values_is_named(tmp_path: Path) -> None:
