@@ -145,6 +145,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
+        - max_unmeasured_weight_headroom 2: the same of a weight, which does not double at each of so many steps.
         - max_cut_deviation 0.25, max_cut_db 2, min_cut_steps 3, max_binade_share 0.6: of values-cut-off, distance of the lost
           gain from its closed form, relative, and of the SQNR from its own; sampled steps; and energy in one binade, beyond
           which equal values may round one way. No published basis.
@@ -211,6 +212,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     min_unmeasured_jump: float = 0.25
     early_steps: int = 4
     max_unmeasured_headroom: float = 8.0
+    max_unmeasured_weight_headroom: float = 2.0
     max_amax_floor: float = 1e-12
     min_of_nothing: float = 1e-30
     max_unrelated: float = 0.1
@@ -257,7 +259,8 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     def _unscaled(self) -> Look:
         """Operands without an error whose scale cannot be that of their values: they clip, or become zero to the last."""
         least = " ".join(f"WHEN cast_name LIKE '{name} %' THEN {low}" for name, low in _FLUSHING.items())
-        beyond = f"headroom > {self.max_unmeasured_headroom} OR headroom > 0 AND headroom < CASE {least} END"
+        most = f"CASE tensor WHEN 'weight' THEN {self.max_unmeasured_weight_headroom} ELSE {self.max_unmeasured_headroom} END"
+        beyond = f"headroom > {most} OR headroom > 0 AND headroom < CASE {least} END"
         return Look(f"{RUNNING} AND ({beyond}) AND sqnr_db IS NULL AND overflow_rate IS NULL", f"({beyond})", KEYS, ("headroom",))
 
     @property
@@ -429,7 +432,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
             severity, steps = self._lasts(trace)
             if severity is not None:
                 row = max(trace.rows, key=lambda row: abs(math.log2(row["headroom"])))
-                what, limit = "clip: its amax is {} times what its scale holds", self.max_unmeasured_headroom
+                is_weight = trace.tensor == "weight"
+                limit = self.max_unmeasured_weight_headroom if is_weight else self.max_unmeasured_headroom
+                what = "clip: its amax is {} times what its scale holds"
                 if row["headroom"] < 1:
                     what, limit = "become zero: its scale is made for an amax {} times its own", _flushing_headroom(trace)
                 size = times(max(row["headroom"], 1 / row["headroom"]))

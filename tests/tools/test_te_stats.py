@@ -104,6 +104,22 @@ def test_shares_and_sizes_are_those_of_the_log(tmp_path: Path) -> None:
     assert weight["amax"] is None, "0.0000 says that it was below the four decimals"
 
 
+@pytest.mark.parametrize(("growth", "expected"), [(1.5, []), (6.5, [("F128", "blocks.1.fc2", "weight")])])
+def test_a_weight_that_outgrows_its_scale_is_named(tmp_path: Path, growth: float, expected: list[tuple[str, str, str]]) -> None:
+    def stats(layer: str, step: int) -> dict[str, float]:
+        grown = 1 + (growth - 1) * min(1.0, step / 100) if layer == "blocks.1.fc2" else 1.0
+        return {
+            **healthy(layer, step),
+            "weight_amax": 0.2 * grown,
+            "weight_scale_inv_min": 0.2 / 448,
+            "weight_scale_inv_max": 0.2 / 448,
+        }
+
+    import_te_stats(written(tmp_path / "te", stats), tmp_path / "run")
+    findings = triage(Run(tmp_path / "run"))
+    assert [(f.code, f.module, f.tensor) for f in findings] == expected
+
+
 def test_stale_scales_are_judged_where_the_log_has_them(tmp_path: Path) -> None:
     """Transformer Engine's own default history: an old spike holds the scale up."""
 
