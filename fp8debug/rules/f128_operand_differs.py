@@ -309,7 +309,8 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         error = f"pow(10, -sqnr_db / 10) / ({_CUT_NMSE} * pow({_STEP}, 2))"
         is_cut = f"{loss} BETWEEN {1 - width} AND {1 + width} AND {error} BETWEEN {1 / most} AND {most}"
         rows = f"{RUNNING} AND sum_x2 > 0 AND {_OF_ELEMENTS} AND {is_cut}"
-        return Look(rows, is_cut, f"{KEYS} AND {_NEAREST}", ("gain", "sqnr_db", "log2_hist", *SCALE_COLUMNS))
+        loses = f"sum_x2 > 0 AND sum_x2 - sum_xy >= {(1 - width) * _CUT_GAIN} * {_STEP} * sum_x2"  # one rank at least as much
+        return Look(rows, loses, f"{KEYS} AND {_NEAREST}", ("gain", "sqnr_db", "log2_hist", *SCALE_COLUMNS))
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""

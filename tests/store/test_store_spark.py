@@ -38,6 +38,8 @@ FUNCTIONS = {
         "array_agg",
         "array_sort",
         "avg",
+        "bool_and",
+        "bool_or",
         "cast",
         "coalesce",
         "count",
