@@ -226,6 +226,7 @@ class Observer:
         self.adds: Mapping[
             int, bool
         ] = {}  # whether the pass that runs once more adds to gradients, by the id of a parameter's alias
+        self.is_repeating = False  # a pass runs once more, to be recorded
         self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass
         self.num_modules = 0
         self._places: dict[str, int] = {}  # of modules in the order of their turns
@@ -337,14 +338,14 @@ class Observer:
             first: of a forward pass, the first of its reserved positions.
             adds: of a backward pass, ``adds``.
         """
-        before = self.not_again, self.repeats_forward, self._num_calls, self.adds
-        self.not_again, self.repeats_forward, self.adds = recorded, first is not None, adds or {}
+        before = self.not_again, self.is_repeating, self.repeats_forward, self._num_calls, self.adds
+        self.not_again, self.is_repeating, self.repeats_forward, self.adds = recorded, True, first is not None, adds or {}
         if first is not None:
             self._num_calls = first
         try:
             yield
         finally:
-            self.not_again, self.repeats_forward, self._num_calls, self.adds = before
+            self.not_again, self.is_repeating, self.repeats_forward, self._num_calls, self.adds = before
 
     def filled(self, device: torch.device) -> tuple[Table, dict[int, RowInfo]]:
         """Return the accumulators of a device, and what its rows are that the step under way has recorded something in."""

@@ -121,9 +121,9 @@ class Probe(StepState):
 
     @property
     def takes_step(self) -> bool:
-        """True if the module is recorded in the step under way: one that is sampled, and in which it has its turn."""
+        """True if the module is recorded in the step under way: one that is sampled, in its turn or that of what is repeated."""
         observer = self.observer
-        return observer.sampling and (observer.repeats_forward or observer.has_turn(self.module))
+        return observer.sampling and (observer.is_repeating or observer.has_turn(self.module))
 
     def _wait(self) -> None:
         """Take note of a call that is not recorded because the module has no turn."""

@@ -156,6 +156,22 @@ def test_modules_that_wait_are_searched_for_nan(kind: str, tmp_path: Path) -> No
     assert found == [{"step": 2, "nonfinite_module": "layers.0", "nonfinite_gemm": "fprop"}]
 
 
+def test_both_passes_of_a_repetition_are_recorded_whoever_has_the_turn(tmp_path: Path) -> None:
+    """A compiled module has a turn of its own."""
+    model = network("native")
+    with fp8debug.watch(model, tmp_path / "run", every=EVERY, what_if=(), turns=TURNS) as watch:
+        for step in range(3):
+            probe: Any = model.get_submodule("layers.0").probe
+            observer = watch._observer
+            assert probe.takes_step is (step == 0)
+            with observer.repeating(frozenset(), first=0):
+                assert probe.takes_step is (step != 1)
+            with observer.repeating(frozenset(), adds={}):
+                assert probe.takes_step is (step != 1)
+            model(torch.randn(16, WIDTH).bfloat16()).float().square().mean().backward()
+            watch.step()
+
+
 def test_fewer_rows_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned = []
     for turns in (None, TURNS):
