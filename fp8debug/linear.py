@@ -108,7 +108,7 @@ class _Fp8Matmul(torch.autograd.Function):
                 wgrad = g_wgrad, x_wgrad, layer.product(Gemm.WGRAD, g_wgrad, x_wgrad, weight.dtype)
             if probe:
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
-            elif layer.probe is not None and not layer.probe.takes_step:
+            elif layer.probe is not None and layer.probe.searches(grad_output):
                 products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
                 layer.probe.check_backward(grad_output, {g: p[2] for g, p in products.items() if p and p[2] is not None})
         ctx.kept = ctx.w_fprop = None
@@ -391,7 +391,7 @@ class Fp8Linear(nn.Linear):
         finally:
             if use != "train":
                 self._use = "train"
-        if watching is not None and not watching.takes_step:
+        if watching is not None and watching.searches(output):
             watching.check(flat, weight, output)
         return output.reshape(*x.shape[:-1], weight.shape[0])
 

@@ -69,6 +69,8 @@ class DeferredRelease:
 
     def release_some(self) -> None:
         """Let go of some."""
+        if not self._steps:
+            return
         try:
             probes, known = self._steps.pop()  # no other thread has it meanwhile
         except IndexError:
@@ -230,6 +232,7 @@ class Observer:
         self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass
         self.num_modules = 0
         self._places: dict[str, int] = {}  # of modules in the order of their turns
+        self._sharing: list[set[str]] = []  # modules that are recorded together, by their turn; empty where one was added since
         self._first_sampled = -1  # count of the first sampled step in which a turn was asked for
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
@@ -278,6 +281,7 @@ class Observer:
     def add_module(self, module: str) -> int:
         """Take note of what records a module; return its number."""
         self._places.setdefault(module, len(self._places))
+        self._sharing = []
         self.num_modules += 1
         return self.num_modules - 1
 
@@ -287,20 +291,27 @@ class Observer:
         Neighbours have theirs together. The step's number decides, so that all ranks record the same modules.
         """
         turns = self.settings.turns
-        return turns == 1 or self._is_first_sampled() or self._has_turn(self._places[module] * turns // len(self._places))
+        if turns == 1 or self._is_first_sampled():
+            return True
+        if not self._sharing:
+            self._sharing = [set() for _ in range(turns)]
+            for other, place in self._places.items():
+                self._sharing[place * turns // len(self._places)].add(other)
+        return module in self._sharing[self._turn()]
 
     @property
     def begins_round(self) -> bool:
         """True if the step under way is sampled and has the turn of what is recorded of all modules at once."""
-        return self.sampling and (self.settings.turns == 1 or self._is_first_sampled() or self._has_turn(0))
+        return self.sampling and (self.settings.turns == 1 or self._is_first_sampled() or self._turn() == 0)
 
     def _is_first_sampled(self) -> bool:
         if self._first_sampled < 0:
             self._first_sampled = self.step_count
         return self._first_sampled == self.step_count
 
-    def _has_turn(self, place: int) -> bool:
-        return (place + self.step // self.settings.every) % self.settings.turns == 0
+    def _turn(self) -> int:
+        """Return whose turn it is in the sampled step under way."""
+        return -(self.step // self.settings.every) % self.settings.turns
 
     @property
     def has_rows(self) -> bool:

@@ -68,6 +68,7 @@ class Probe(StepState):
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, Keys, Keys]] = {}
         self._num_reads: dict[Gemm, int] = {}  # of a weight in this step, after the first
+        self._waited = -1  # the last step in which it was called without a turn
         self._seen_outside_backward = self._recomputed = False
         self._gradients = GradientSumCheck()
         self._repeats: dict[tuple[Gemm, TensorRole], tuple[RepeatCheck, int]] = {}
@@ -126,10 +127,14 @@ class Probe(StepState):
         return observer.sampling and (observer.is_repeating or observer.has_turn(self.module))
 
     def _wait(self) -> None:
-        """Take note of a call that is not recorded because the module has no turn."""
-        self.observer.modules_called.add(self.module)
-        if self.observer.begun.modules is not None:  # a compiled module is not repeated for it
-            self.observer.begun.modules.add(self.module)
+        """Take note of a call that is not recorded because the module has no turn; its place in execution order stays its own."""
+        observer = self.observer
+        if self._waited != observer.step_count:
+            self._waited = observer.step_count
+            observer.modules_called.add(self.module)
+            observer.next_call_index()
+        if observer.begun.modules is not None:  # a compiled module is not repeated for it
+            observer.begun.modules.add(self.module)
 
     @isolated_without_ops
     def _begin(self) -> bool:
@@ -201,6 +206,11 @@ class Probe(StepState):
         """Note whether the results of backward GEMMs are finite, by GEMM; of grad_output its extremes are enough."""
         if any(self.checks(result) for result in results.values()):
             self._check_backward(grad_output, results)
+
+    def searches(self, x: Tensor) -> bool:
+        """Return whether a result that is not recorded is searched for NaN and Inf."""
+        wanted = self.observer.settings.check_finite
+        return bool(wanted or (wanted is None and x.is_cpu)) and not self.takes_step and self.checks(x)
 
     def checks(self, x: Tensor) -> bool:
         """Return whether results of the step under way are searched for NaN and Inf on a tensor's device."""

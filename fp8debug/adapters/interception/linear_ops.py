@@ -251,7 +251,7 @@ class LinearRecorder:
         return taken
 
     def _checks(self, x: Tensor) -> bool:
-        return not self._probe.takes_step and self._probe.checks(x)
+        return self._probe.searches(x)
 
     def leave_out(self) -> None:
         """Leave out a forward op that is captured: a replay records nothing, and rows of now would be in a graph's memory."""

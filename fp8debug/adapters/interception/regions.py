@@ -392,6 +392,8 @@ class Regions:
             counted: FLOPs that were counted before it, and after it.
         """
         region, observer = before.region, self._observer
+        if id(region.module) not in self._first:  # repetitions come in the order of the backward passes
+            self._first[id(region.module)] = observer.reserve_calls(len(region.watched))
         if before.random is None:
             self._set_unowned(before.unowned_gemms)
             return
@@ -410,8 +412,6 @@ class Regions:
             places = [i for i, x in enumerate(trained) if isinstance(x, Tensor) and x.requires_grad]
             if region.fsdp is None:
                 _check_weights(region)
-            if id(region.module) not in self._first:  # calls are repeated in the order of their backward passes
-                self._first[id(region.module)] = observer.reserve_calls(len(region.watched))
             first = self._first[id(region.module)]
             run = _Repetition(observer, region, frozenset(begun), _Autocast.now(region.devices), first)
 

@@ -28,6 +28,8 @@ from fp8debug.types import Gemm, Reference, TensorRole
 NONFINITE = ("num_nan", "num_inf", "num_actual_nonfinite")
 #: Rows that are described before others may run.
 _PIECE = 256
+#: Rows of the batches that are kept, about 3 KB each; where modules take turns, those of one round are.
+MAX_KEPT_ROWS = 64 * 1024
 
 
 class _CachedBatch(NamedTuple):
@@ -35,13 +37,12 @@ class _CachedBatch(NamedTuple):
 
     layout: TableLayout
     first_call: int
-    order: list[int]
     infos: list[RowInfo]
     batch: RowBatch
 
 
 class BatchCache:
-    """The batches of the step before, one for each device's table; a batch serves as long as its rows are the same.
+    """The batches of earlier steps, by the numbers of their rows; a batch serves as long as what its rows are stays.
 
     Args:
         rank: global rank.
@@ -50,7 +51,8 @@ class BatchCache:
 
     def __init__(self, rank: int = 0, breathe: Callable[[], None] = lambda: None) -> None:
         self._rank, self._breathe = rank, breathe
-        self._known: dict[int, _CachedBatch] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], _CachedBatch] = {}  # the one that was used last at the end
+        self._num_rows = 0
 
     def row_batch(self, filled: Mapping[int, RowInfo], layout: TableLayout, first_call: int = 0) -> RowBatch:
         """Return the batch for such rows.
@@ -60,15 +62,18 @@ class BatchCache:
             layout: how the rows' table lies in memory; the same object at every step.
             first_call: what a rank's places in execution order begin with.
         """
-        order = list(filled)
+        key, infos = (id(layout), tuple(filled)), list(filled.values())
         self._breathe()
-        infos = list(filled.values())
-        known = self._known.get(id(layout))
-        if known is None or known[:4] != (layout, first_call, order, infos):
-            rows = sorted(order)
+        known = self._known.pop(key, None)
+        self._num_rows -= 0 if known is None else len(infos)
+        if known is None or known[:3] != (layout, first_call, infos):
+            rows = sorted(filled)
             described = self._describe([filled[row] for row in rows], first_call)
-            batch = RowBatch(rows, described, layout, self._rank, self._breathe)
-            known = self._known[id(layout)] = _CachedBatch(layout, first_call, order, infos, batch)
+            known = _CachedBatch(layout, first_call, infos, RowBatch(rows, described, layout, self._rank, self._breathe))
+        self._known[key] = known
+        self._num_rows += len(infos)
+        while self._num_rows > MAX_KEPT_ROWS and len(self._known) > 1:
+            self._num_rows -= len(self._known.pop(next(iter(self._known))).infos)
         return known.batch
 
     def _describe(self, infos: list[RowInfo], first_call: int) -> dict[str, list[Any]]:
