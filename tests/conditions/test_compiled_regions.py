@@ -459,6 +459,10 @@ def test_compiled_modules_take_turns(tmp_path: Path) -> None:
     assert by_step == {0: {"0", "1", "2"}, 2: {"1"}, 4: {"0", "2"}, 6: {"1"}, 8: {"0", "2"}}
     run = fp8debug.Run(tmp_path / "run")
     assert run.sampled_steps == [0, 2, 4, 6, 8] and run.sampled_steps_of("1.up") == [0, 2, 6]
+    places: dict[str, set[int]] = {}
+    for row in run.sql("SELECT module, call_index FROM sites").to_pylist():
+        places.setdefault(row["module"], set()).add(row["call_index"])
+    assert sorted(map(sorted, places.values())) == [[at] for at in range(len(places))]
 
 
 @pytest.mark.parametrize("make", [ScaledLinear, partial(nn.Linear, bias=False)], ids=["fp8", "plain"])
