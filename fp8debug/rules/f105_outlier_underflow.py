@@ -19,7 +19,7 @@ from fp8debug.types import Gemm, TensorRole
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_COLUMNS = ("underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist")
+_COLUMNS = ("underflow_nonzero_rate", "underflow_rate", "amax", "rms", "sqnr_db", "log2_hist")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
         when gate and up align. Underflow of values that are tiny anyway, such as the tail of GELU, comes with an amax
         near the median and is not reported. Where nothing underflows yet under one scale for the tensor, an amax that
         steadily runs away from the other values is reported as outlier-underflow-forecast, with when they will
-        (docs/triage.md), and with the two Linears of which it is the product. In a run without FP8 the cast that
+        (docs/triage.md), and with the two Linears of which it is the product. Where rows or blocks have scales of their own, an
+        amax far above the median may be in other rows, so that few nonzero elements of a tensor of zeros are no finding: a
+        squared ReLU has that many just above 0. In a run without FP8 the cast that
         plain_recipe tries at the input is judged in the same way: the finding says what would underflow, one severity lower.
 
     Why it matters
@@ -50,7 +52,8 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
 
     Thresholds
         - max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %, warn
-          above 1 %; clean is at most 0.06 %, and 1 % in Ling 2.0, Fig. 16).
+          above 1 %; clean is at most 0.06 %, and 1 % in Ling 2.0, Fig. 16). Where the scale is not one for the tensor,
+          warn_rate is of all elements, as those sources count.
         - min_spread_log2 10: log2(amax / median magnitude). No published basis: 3 for a Gaussian, 6 for a product of
           two; E4M3 holds 18.8 binades from amax to the first underflow.
         - min_crest 6: amax / rms, in its place where no histogram was recorded. No published basis.
@@ -131,7 +134,8 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
 
     def _flushed(self, found: Iterable[Trace]) -> Iterable[Finding]:
         for trace in found:
-            outlying = trace.where(self._has_outlier)
+            is_whole = trace.cast is None or trace.cast.granularity == "tensorwise"
+            outlying = trace.where(self._has_outlier if is_whole else self._has_material_outlier)
             if outlying is None:
                 continue
             row = outlying.worst("underflow_nonzero_rate")
@@ -170,6 +174,12 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to rows that poison the others (F117), which look like an outlier from afar."""
         return accuses_other_modules(finding, others, "F117")
+
+    def _has_material_outlier(self, row: dict[str, Any]) -> bool:
+        """Return the same where more underflows than lies just above 0 in a tensor of zeros: under scales of rows or blocks."""
+        whole = row["underflow_rate"]
+        is_material = whole is None or whole > self.warn_rate or row["underflow_nonzero_rate"] > self.max_rate
+        return is_material and self._has_outlier(row)
 
     def _has_outlier(self, row: dict[str, Any]) -> bool:
         spread = spread_log2(row)

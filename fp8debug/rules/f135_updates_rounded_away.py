@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.census import census_of, has_census, in_order, module_of
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
@@ -49,6 +50,16 @@ _BEGUN_IN_BF16 = (
     f" (SELECT u.*, min(step) OVER (PARTITION BY module) AS start FROM updates u) t"
     f" WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
 )
+#: The same sums of the steps, but the first, at which a weight is exactly what one of its casts makes of it, and the name of that
+#: cast. A checkpoint in FP8 has weights so at the first step.
+_BEGUN_IN_FP8 = (
+    f"SELECT module, {_SUMS}, max(grid) AS grid, CAST(sum(is_on_grid) AS DOUBLE) AS num_on_grid FROM"
+    " (SELECT u.*, g.grid AS grid, CASE WHEN g.grid IS NULL THEN 0 ELSE 1 END AS is_on_grid,"
+    " min(u.step) OVER (PARTITION BY u.module) AS start FROM updates u LEFT JOIN"
+    " (SELECT step, module, min(cast_name) AS grid FROM sites WHERE gemm = 'fprop' AND tensor = 'weight'"
+    " AND reference = 'operand' AND sum_x2 > 0 AND sum_err2 <= {} * sum_x2 GROUP BY step, module) g"
+    f" ON g.step = u.step AND g.module = u.module) t WHERE step > start AND {_JUDGED} GROUP BY module"
+)
 #: Steps that Adam has counted, at each sampled step at which it moved the weight.
 _COUNTED = (
     "SELECT module, step, optimizer, beta1, beta2, num_steps FROM updates WHERE num_moved > 0 AND num_steps > 0"
@@ -81,6 +92,8 @@ class UpdatesRoundedAway(Rule):
         weights do not count whose updates lie below the distance of two FP32 values: their gradient is next to 0, as under SGD
         behind a gate that starts from 0. An FP32 weight that holds values of BF16 alone when each step begins is written back to
         them between two steps (by an export, a copy, a hook), where nothing of the step itself shows the loss.
+        A weight that its own cast, or a what-if, holds exactly when each step begins is written back to FP8 so: information, as
+        a program may round it on its way to the GEMM alone.
         A step at which a weight has no gradient and does not move does not count.
         Of an optimizer with another formula the share of elements that moved is judged alone: next to none is a warning, and
         less than half, which move by about the distance of two values, information, as it may round stochastically.
@@ -122,6 +135,10 @@ class UpdatesRoundedAway(Rule):
         - min_bf16 0.999: share of the elements of an FP32 weight that BF16 holds when a step begins, at min_steps sampled steps
           after the first, from which on something writes it back: of FP32 values 2^-16 are values of BF16 (closed form).
           Updates that are max_gain times the distance of two such values or larger, by RMS, are not lost.
+        - min_exact_db 100: SQNR of a weight's cast at all sampled steps but the first, min_steps or more, from which on the
+          weight lies on the grid of FP8, or of fewer bits, when they begin, though updates move half of its elements or more;
+          information where these are less than max_gain times the distance of two values. As in F150: FP32 arithmetic leaves
+          120 dB and more.
         - min_steps 3: sampled steps with updates. No published basis.
         - min_count_factor 1.01: of step-count-stands, sqrt(1 - beta2^t) / (1 - beta1^t) at the number of steps that it should be,
           over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
@@ -148,6 +165,7 @@ class UpdatesRoundedAway(Rule):
     min_moved: float = 0.01
     max_step: float = 2.0
     min_bf16: float = 0.999
+    min_exact_db: float = 100.0
     min_steps: int = 3
     min_count_factor: float = 1.01
     min_rate_change: float = 2.0
@@ -164,6 +182,8 @@ class UpdatesRoundedAway(Rule):
         rows = run.sql(f"SELECT module, {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
         begun = {row["module"]: row for row in run.sql(_BEGUN_IN_BF16).to_pylist()}
+        query = _BEGUN_IN_FP8.format(10 ** (-self.min_exact_db / 10))
+        kept = {row["module"]: row for row in run.sql(query).to_pylist()} if run.has("sum_err2") else {}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
         for row in sorted(rows, key=lambda row: (places.get(row["module"], 0), row["module"])):
             if row["num"] < self.min_steps:
@@ -177,6 +197,8 @@ class UpdatesRoundedAway(Rule):
             elif row["module"] in begun and (
                 found := self._written_back(run, begun[row["module"]], places.get(row["module"], 0))
             ):
+                yield found
+            elif row["module"] in kept and (found := self._kept_in_fp8(run, kept[row["module"]], places.get(row["module"], 0))):
                 yield found
         yield from self._parameters(run, moving)
 
@@ -230,6 +252,27 @@ class UpdatesRoundedAway(Rule):
             f" update is {by:.2g} times the distance of two BF16 values (RMS), so that most are rounded away, unless at random"
         )
         return Finding(code=self.code, name=self.name, severity=Severity.WARNING, module=row["module"],
+                       steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=by, threshold=self.max_gain,
+                       message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
+    def _kept_in_fp8(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding | None:
+        """Return the finding of a weight that is on an FP8 grid when a step begins, though the steps move it off that grid."""
+        format_ = FORMATS.get(str(row["grid"]).partition(" ")[0])
+        is_kept = row["num_on_grid"] == row["num"] >= self.min_steps and 2 * row["num_moved"] >= row["num_sampled"]
+        if format_ is None or not is_kept or not row["weight2"] or not _is_finite(row["update2"]):
+            return None
+        spacing = 2.0 ** (math.floor(0.5 * math.log2(row["weight2"] / row["num_sampled"])) - format_.mantissa_bits)
+        by = math.sqrt(row["update2"] / row["num_moved"]) / spacing
+        if by >= self.max_gain:
+            return None
+        rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
+        message = (
+            f"the {row['dtype']} weight of {row['module']} lies on the grid of {row['grid']} when a step begins, at {row['num']}"
+            f" sampled steps ({row['optimizer']}{rate}), though the steps move it off it: something rounds it to FP8 in between."
+            f" An update is {by:.2g} times the distance of two such values (RMS), so that most are rounded away, unless at random"
+            " or on the way to the GEMM alone"
+        )
+        return Finding(code=self.code, name=self.name, severity=Severity.INFO, module=row["module"],
                        steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=by, threshold=self.max_gain,
                        message=message, cure=self.cure, call_index=call_index)  # fmt: skip
 

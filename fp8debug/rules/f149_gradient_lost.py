@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
+from fp8debug.rules.reading.model_structure import share_input
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
 from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import ElsewhereLimits, percent
@@ -17,10 +18,11 @@ from fp8debug.types import Gemm, not_observed, not_observed_code
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES, _UNHELD, _BEYOND = (
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MASKED, _NEVER, _JOINED, _USES, _UNHELD = (
     *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined", "uses"),
-    *("unheld", "beyond"),
+    "unheld",
 )
+_BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER = "beyond", "averaged", "own factor", "after"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
@@ -29,7 +31,8 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use",
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
           _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer",
-          _BEYOND: "gradient-out-of-size"}  # fmt: skip
+          _BEYOND: "gradient-out-of-size", _AVERAGED: "gradient-averaged-twice", _OWN_FACTOR: "gradient-of-another-factor",
+          _AFTER: "gradient-changed-after-dgrad"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -63,6 +66,13 @@ _CURES = {
     " weight.grad before the step: a placeholder or shared buffer that is not zeroed and is added to a fused wgrad's main_grad",
     _BEYOND: "check the kernels between wgrad's GEMM and weight.grad (an epilogue, a reduction, unpadding: columns or rows that"
     " none of them writes hold what was in memory) against another backend; record with every=1 until it is gone",
+    _AVERAGED: "check what divides or multiplies these gradients by the number of microbatches: the loss is averaged for all of"
+    " them, and a hook, a fused accumulation or a second optimizer's own averaging does it once more for these, or undoes it",
+    _OWN_FACTOR: "none if a factor for these weights is meant (a multiplier of a layer or a group), else check what multiplies"
+    " their gradients between the last backward pass and the step",
+    _AFTER: "check what reads and writes dgrad's result after its GEMM (an epilogue, unpadding, rows that no kernel writes) and"
+    " the backward pass of what lies between (a norm, attention, a residual) against another backend; record with every=1 until"
+    " it is gone",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
     " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
 }
@@ -122,6 +132,9 @@ class GradientLost(Rule):
         - min_sum_nmse 1e-3: the same against the whole sum: 30 dB; of 500 equal, independent microbatches one is 27 dB.
         - min_gain 1.05, max_spread 0.01, min_share 0.9: of gradient-scaled-at-step: factor, its spread over modules and steps,
           share of the modules that show it. No published basis; clipping is at most 1.
+        - max_spread and min_empty_steps too of gradient-averaged-twice and gradient-of-another-factor: a module's factor over the
+          median of all modules' at a step, which is the same at its last sampled steps, all that have another factor than 1 (by
+          min_gain), and is the number of microbatches or its inverse. Clipping by module has another factor at each step.
         - min_nonzero_rate 0.5: of wgrad's result, where weight.grad has no element but 0 on another sample of its elements. No
           published basis.
         - min_kept_ratio 10: of gradient-kept at a single sampled step, norm of weight.grad there over the median of the
@@ -142,6 +155,9 @@ class GradientLost(Rule):
           the median of all modules at that step, and against the module's own at min_empty_steps sampled steps or more. Both are
           of samples: a gradient in one row of many can lie sqrt(elements / 8192) apart by the sample alone, 110 times of 1e8.
           No published basis.
+        - max_usual_ratio 10: of gradient-changed-after-dgrad, RMS of grad_output and of dgrad's result of the modules behind the
+          place, at most, over their median; min_size_ratio times theirs is that of the modules before it, at half of the sampled
+          steps or fewer, of min_empty_steps or more, and not at the last ones alone. No published basis.
         - gradient-without-optimizer: min_empty_steps sampled steps; the sums of the weight differ by 1e-9 of their size at most.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
@@ -174,6 +190,7 @@ class GradientLost(Rule):
     max_zero_rate: float = 0.001
     min_joined_gain: float = 1.25
     min_size_ratio: float = 1000.0
+    max_usual_ratio: float = 10.0
     max_unit_gain: float = ElsewhereLimits.max_unit_gain
 
     def needs(self, run: Run) -> str | None:
@@ -215,11 +232,14 @@ class GradientLost(Rule):
             yield from self._finding(run, kind, shown, places)
         known = {module for modules in found.values() for module in modules}
         yield from self._scaled(run, [row for row in rows if row["sum_since2"] is not None], places)
+        with_parts = [row for row in rows if row["sum_since2"] is not None]
+        yield from self._of_another_factor(run, with_parts, known | outside, places)
         yield from self._without(run, known, places)
         yield from self._unheld(run, places)
         yield from self._of_one_use(run, known | outside, places)
         yield from self._joined(run, known | outside, places)
         yield from self._beyond(run, known | outside, places)
+        yield from self._after_dgrad(run, places)
 
     def _far_larger(self, run: Run, kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> set[str]:
         """Return the modules whose weight.grad held far more when a step began than their gradients have: no gradient at all."""
@@ -293,6 +313,43 @@ class GradientLost(Rule):
                     shown.setdefault(name, []).append({"step": step, "ratio": ratio})
         yield from self._finding(run, _BEYOND, dict(sorted(shown.items(), key=lambda pair: pair[1][0]["step"])), places)
 
+    def _after_dgrad(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of gradients that are out of size behind a dgrad whose own result is not, at single steps."""
+        shown: dict[str, list[dict[str, Any]]] = {}
+        by_step = _gradient_ratios(run, self.min_size_ratio, self.min_empty_steps)
+        for step, ratios in by_step.items():
+            large = [name for name, (given, _) in ratios.items() if given >= self.min_size_ratio]
+            others = [name for name in ratios if name not in large]
+            if not large or not others:
+                continue
+            last = min(others, key=lambda name: places.get(name, 0))
+            before = max(large, key=lambda name: places.get(name, 0))
+            is_usual = all(max(ratios[name]) <= self.max_usual_ratio for name in others)
+            if is_usual and places.get(before, 0) < places.get(last, 0):
+                shown.setdefault(last, []).append({"step": step, "before": before, "ratio": ratios[before][0]})
+        steps = list(by_step)
+        for name, rows in shown.items():
+            ill = {row["step"] for row in rows}
+            comes_back = any(step not in ill for step in steps[steps.index(rows[0]["step"]) :])
+            if comes_back and 2 * len(ill) <= len(steps):
+                width = next((m.get("in_features") for m in run.modules if m["fqn"] == name), None)
+                alike = [
+                    m["fqn"] for m in run.modules if m.get("in_features") == width and m["fqn"] in places and m["fqn"] != name
+                ]
+                same = [other for other in alike if share_input(run, name, other)]
+                row = rows[0]
+                whose = f"the dgrad of {name}" + (f" (or of {', '.join(same)}, which read the same input)" if same else "")
+                message = (
+                    f"grad_output of {row['before']} and of what lies before it is {row['ratio']:.2g} times its usual size at"
+                    f" step {row['step']}, as at {len(ill)} of {len(steps)} sampled steps, while {whose} and of what lies behind"
+                    " gave its usual result: it was changed after the GEMM"
+                )
+                for module in (name, *same):
+                    yield Finding(code=self.code, name=_NAMES[_AFTER], severity=Severity.WARNING, module=module, gemm="dgrad",
+                                  tensor="grad_input", steps=(row["step"], rows[-1]["step"]), ranks=tuple(run.ranks),
+                                  value=row["ratio"], threshold=self.min_size_ratio, message=message,
+                                  cure=_CURES[_AFTER] + _NOT_A_CAST, call_index=places.get(module, 0))  # fmt: skip
+
     def _counts(self, use: Mapping[str, float], name: str) -> bool:
         """Return whether another use's gradient is large enough to tell whether it is in the sum."""
         return max((square for module, square in use.items() if module != name), default=0.0) >= self.min_use_share
@@ -359,6 +416,47 @@ class GradientLost(Rule):
         for row in alike:
             shown.setdefault(row["module"], []).append(row)
         yield from self._finding(run, _SCALED, shown, places)
+
+    def _of_another_factor(
+        self, run: Run, rows: Sequence[Mapping[str, Any]], known: set[str], places: Mapping[str, int]
+    ) -> Iterable[Finding]:
+        """Return the findings of modules whose gradient is the sum times a constant that most other modules do not have."""
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for row in rows:
+            if _nmse(row["given2"], row["passes2"], row["given_passes"]) <= self.min_sum_nmse and row["given_passes"] > 0:
+                by_step.setdefault(row["step"], []).append({**row, "gain": row["given_passes"] / row["passes2"]})
+        ratios: dict[str, list[dict[str, Any]]] = {}
+        for sums in by_step.values():
+            middle = median(row["gain"] for row in sums)
+            for row in sums:
+                ratios.setdefault(row["module"], []).append({**row, "ratio": row["gain"] / middle})
+        last = {name: _to_the_end(found, self._is_other) for name, found in ratios.items() if name not in known}
+        own = {name: found for name, found in last.items() if self._is_constant(found)}
+        if not own or 2 * len(own) >= len(ratios):
+            return
+        nums = _num_passes(run, set(own))
+        averaged = {name: found for name, found in own.items() if self._is_of_passes(found, nums)}
+        for kind, shown in ((_AVERAGED, averaged), (_OWN_FACTOR, {n: found for n, found in own.items() if n not in averaged})):
+            named = {
+                name: [{**row, "num_passes": nums.get((row["step"], name), 0)} for row in found] for name, found in shown.items()
+            }
+            yield from self._finding(run, kind, named, places)
+
+    def _is_other(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a module's factor is another one than that of most modules."""
+        return bool(max(row["ratio"], 1 / row["ratio"]) >= self.min_gain)
+
+    def _is_constant(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether a module's factor over that of most modules is the same at enough sampled steps."""
+        if len(rows) < self.min_empty_steps:
+            return False
+        middle = median(row["ratio"] for row in rows)
+        return all(abs(row["ratio"] - middle) <= self.max_spread * middle for row in rows)
+
+    def _is_of_passes(self, rows: Sequence[Mapping[str, Any]], nums: Mapping[tuple[int, str], int]) -> bool:
+        """Return whether a factor is at every step the number of microbatches, or its inverse."""
+        sizes = [(max(row["ratio"], 1 / row["ratio"]), nums.get((row["step"], row["module"]), 0)) for row in rows]
+        return all(num > 1 and abs(size - num) <= self.max_spread * num for size, num in sizes)
 
     def _without(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of weights with one pass a step, or more, whose gradient never arrives though wgrad gave one."""
@@ -445,7 +543,7 @@ class GradientLost(Rule):
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
         severity = {_ABSENT: Severity.WARNING, _USES: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING,
-                    _UNHELD: Severity.WARNING,
+                    _UNHELD: Severity.WARNING, _AVERAGED: Severity.WARNING, _OWN_FACTOR: Severity.INFO,
                     _MASKED: Severity.INFO, _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
         others = f", as in {_counted(len(shown) - 1, 'other module')}" if len(shown) > 1 else ""
         for module, ill in shown.items():
@@ -467,6 +565,11 @@ class GradientLost(Rule):
             lost = 1 - row["num_grad"] / row["num_sampled"]
             text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none, for the weight"
             return lost, self.min_part_rate, text
+        if kind in (_AVERAGED, _OWN_FACTOR):
+            told = f"gets {row['ratio']:.3g} times as much of the sum of its microbatches' gradients as most others do"
+            verb = "divided" if row["ratio"] < 1 else "multiplied"
+            why = f": it is {verb} by the number of microbatches, {row['num_passes']}, once more," if kind == _AVERAGED else ""
+            return row["ratio"], self.min_gain, f"{told}{why} for the weight"
         if kind == _JOINED:
             text = (
                 f"gets a gradient {row['ratio']:.3g} times as large (RMS) as wgrad gave, and others by another factor, for"
@@ -532,6 +635,54 @@ def _without_some_wgrads(run: Run, modules: set[str]) -> set[tuple[int, str]]:
         " WHERE num_wgrad < num_fprop"
     )
     return {(row["step"], row["module"]) for row in run.sql(query).to_pylist() if row["module"] in modules}
+
+
+def _gradient_ratios(run: Run, least: float, min_steps: int) -> dict[int, dict[str, tuple[float, float]]]:
+    """Return by step and module the RMS of grad_output and of dgrad's result, each over its median of all steps.
+
+    Empty where no module's gradient is so much larger at one step than at another. Dgrad's result is 1 where it is not known.
+
+    Args:
+        run: the run.
+        least: how many times larger.
+        min_steps: sampled steps that a module needs.
+    """
+    where = (
+        "actual AND gemm = 'dgrad' AND tensor = 'grad_output' AND reference = 'operand' AND num_nan + num_inf = 0 AND sum_x2 > 0"
+    )
+    query = f"SELECT module, max(amax) AS most, min(amax) AS fewest FROM raw WHERE {where} GROUP BY module"
+    if not any(row["most"] >= least * row["fewest"] for row in run.sql(query).to_pylist() if row["fewest"]):
+        return {}
+    query = f"SELECT step, module, sum(sum_x2) / sum(numel) AS square FROM raw WHERE {where} GROUP BY step, module ORDER BY step"
+    given = _over_median(run.sql(query).to_pylist(), min_steps)
+    query = (
+        "SELECT step, module, sum(sum_y2) / sum(numel) AS square FROM raw WHERE actual AND tensor = 'grad_input'"
+        " AND reference = 'shadow' AND numel > 0 AND num_nan + num_inf = 0 AND sum_y2 > 0 GROUP BY step, module ORDER BY step"
+    )
+    made = _over_median(run.sql(query).to_pylist(), min_steps)
+    return {step: {name: (x, made.get(step, {}).get(name, 1.0)) for name, x in own.items()} for step, own in given.items()}
+
+
+def _over_median(rows: Sequence[Mapping[str, Any]], min_steps: int) -> dict[int, dict[str, float]]:
+    """Return by step and module the root of a mean square over the module's (lower) median of them."""
+    own: dict[str, list[float]] = {}
+    for row in rows:
+        own.setdefault(row["module"], []).append(math.sqrt(row["square"]))
+    usual = {name: median_low(sizes) for name, sizes in own.items() if len(sizes) >= min_steps}
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if usual.get(row["module"]):
+            found.setdefault(row["step"], {})[row["module"]] = math.sqrt(row["square"]) / usual[row["module"]]
+    return found
+
+
+def _num_passes(run: Run, modules: set[str]) -> dict[tuple[int, str], int]:
+    """Return the number of gradients that wgrad gave in a step, by step and module."""
+    query = (
+        "SELECT step, module, max(num_tensors) AS num FROM raw WHERE actual AND tensor = 'grad_weight' AND reference = 'shadow'"
+        " GROUP BY step, module"
+    )
+    return {(row["step"], row["module"]): row["num"] for row in run.sql(query).to_pylist() if row["module"] in modules}
 
 
 def _shared_weights(run: Run) -> dict[str, list[str]]:

@@ -141,6 +141,9 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "wgrad's grad_output": {
             "overrides": [Override(gemm="wgrad", tensor="grad_output", slots={"num_underflow": share(0.16)})]
         },
+        "rows of another size under scales of their own, nine tenths zeros of a squared ReLU": {
+            "overrides": [Override(**INPUT, slots={**OUTLIER, "num_zero": share(0.9), "num_underflow": share(0.004)})]
+        },
     },
     "F108": {
         "the rounding of BF16": {"overrides": [Override(**RESULT, slots={"sqnr_db": 52.0})]},

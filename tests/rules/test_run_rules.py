@@ -597,6 +597,74 @@ def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: 
     assert (finding.code, finding.name, finding.module, finding.value) == ("F149", "gradient-weighted", sick.CULPRIT, 2.0)
 
 
+def multiple(factor: float) -> dict[str, float]:
+    """The sum of two microbatches, times a factor."""
+    return {
+        name: value * factor ** (1 + (name == "sum_given2")) for name, value in sick.given()(0, "").items() if "given" in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("factor", "num_tensors", "name", "severity"),
+    [
+        (lambda step: 0.5, 2, "gradient-averaged-twice", Severity.WARNING),
+        (lambda step: 2.0, 2, "gradient-averaged-twice", Severity.WARNING),
+        (lambda step: 0.25, 2, "gradient-of-another-factor", Severity.INFO),
+        (lambda step: 0.5 + step / 1000, 2, None, None),
+    ],
+    ids=["averaged", "undone", "another factor", "clipped by module"],
+)
+def test_the_sum_of_microbatches_times_a_factor_that_others_do_not_have(
+    tmp_path: Path, factor: Callable[[int], float], num_tensors: int, name: str | None, severity: Severity | None
+) -> None:
+    passes = [Override(tensor="grad_weight", slots={"num_tensors": num_tensors})]
+
+    def updates(step: int, module: str) -> dict[str, Any]:
+        changed = multiple(factor(step)) if step >= 40 and module == sick.CULPRIT else {}
+        return {**sick.given()(step, module), **changed}
+
+    found = triage(build(tmp_path / "run", updates=updates, overrides=passes))
+    assert [(f.code, f.name, f.module, f.severity) for f in found] == ([("F149", name, sick.CULPRIT, severity)] if name else [])
+    if name == "gradient-averaged-twice":
+        assert f"by the number of microbatches, 2, once more, for the weight of {sick.CULPRIT}" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "size", "is_found"),
+    [((40, 41), 2, 1e4, True), ((40, 41), 2, 500, False), ((20, 101), 2, 1e4, False), ((90, 91), 2, 1e4, False),
+     ((40, 41), 6, 1e4, False)],
+    ids=["one step", "a spike", "from a step on", "the last step", "all modules"],
+)  # fmt: skip
+def test_gradients_that_are_changed_between_a_dgrad_and_the_modules_before(
+    tmp_path: Path, steps: tuple[int, int], first: int, size: float, is_found: bool
+) -> None:
+    larger = {"amax": lambda row: row["amax"] * size, "sum_x2": lambda row: row["sum_x2"] * size**2}
+    sites = [
+        Override(module=name, gemm="dgrad", tensor="grad_output", steps=steps, slots=larger) for name, _, _ in MODULES[:first]
+    ]
+    found = [f for f in triage(build(tmp_path / "run", overrides=sites, updates=lambda *_: {})) if f.code == "F149"]
+    assert [(f.name, f.module, f.gemm, f.tensor) for f in found] == (
+        [("gradient-changed-after-dgrad", "blocks.0.mlp.up", "dgrad", "grad_input")] if is_found else []
+    )
+    if is_found:
+        assert "grad_output of blocks.0.attn.out and of what lies before it is " in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("update", "steps", "is_named"), [(1e-5, (10, None), True), (1e-2, (10, None), False), (1e-5, (50, None), False)]
+)
+def test_a_weight_that_is_on_its_fp8_grid_whenever_a_step_begins(
+    tmp_path: Path, update: float, steps: tuple[int, int | None], is_named: bool
+) -> None:
+    """Updates of about the distance of two values are not lost; a weight that was once on the grid moved off it."""
+    exact = Override(module=sick.CULPRIT, tensor="weight", reference="operand", steps=steps, slots={"sum_err2": 0.0})
+    size = {"dtype": "float32", "num_moved": 8192, "num_lost": 0, "sum_weight2": 8192 * 0.02**2, "sum_update2": 8192 * update**2}
+    found = [f for f in triage(build(tmp_path / "run", overrides=[exact], updates=lambda *_: size)) if f.code == "F135"]
+    assert [(f.name, f.module, f.severity) for f in found] == (
+        [("updates-rounded-away", sick.CULPRIT, Severity.INFO)] if is_named else []
+    )
+
+
 ONE_PASS = {"sum_since2": None, "sum_given_since": None}
 #: One use counts twice; the optimizer gets one alone; three times both; as much again of something else, as of a tied embedding.
 TWICE = {"sum_given2": 5.0, "sum_given_passes": 3.0, "sum_given_last": 1.0, "sum_given_first": 2.0}

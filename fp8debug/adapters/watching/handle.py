@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, SupportsFloat, cast
@@ -115,6 +115,7 @@ class Watch:
         self._updates = WeightUpdates(roots)
         self._first_weights = self._updates.weights()
         self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
+        self._kept_weights: Mapping[str, Tensor] = {}  # elements of the last comparison's weights
         self._optimizer_steps = UpdateRecorder(weights_of(candidates))
         self._census = ParameterCensus(roots, candidates, include, exclude)
         self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
@@ -302,7 +303,8 @@ class Watch:
             inference: the path of inference; the model with its FP8 Linears in high precision by default.
             kwargs: as args.
         """
-        found = compare_paths(self._roots[0], *as_called(self._roots[0], args, kwargs), inference)
+        found = compare_paths(self._roots[0], *as_called(self._roots[0], args, kwargs), inference, self._kept_weights)
+        self._kept_weights = found.weights
         self.note(**found.columns)
         if found.problem is not None:
             self._observer.report("compare_inference", f"not told by module: {found.problem}", True)

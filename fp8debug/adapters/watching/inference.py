@@ -7,6 +7,8 @@ Sampled rows of each module's input and output are kept in both passes. A module
     bias       |b_inference - b_training|^2 over the mean |Y_training|^2 of a row; a bias that is not there is 0
     training   |Y - (X @ W.T + b)|^2 / |Y|^2 of training's rows: the error of its casts and its GEMM
     inference  the same of inference's rows
+    moved      share of sampled elements of inference's weight that changed since the comparison before, of those of training's
+    toward     cosine of that change with the way from inference's weight then to training's weight now
 
 Modules of the two passes belong together by their names below the first module that each pass calls.
 """
@@ -19,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +43,10 @@ MAX_ROWS = 128
 #: What is known of one module, in the order of the numbers of ``BatchComparison.values``; ``rows`` is 1 where both saw as many.
 MEASURES = (
     *("weight", "weight_gain", "bias", "bias_gain", "training", "training_gain", "inference", "inference_gain", "input", "rows"),
+    *("moved", "toward"),
 )
+#: Elements of each weight that are kept from one comparison to the next.
+NUM_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,14 @@ class BatchComparison:
         modules: FQN of the compared modules in execution order; empty where the passes were not seen by module.
         values: FP32 ``[modules, len(MEASURES)]``, NaN where something was not measured; None without modules.
         problem: why the modules could not be compared, where that failed.
+        weights: by module, sampled elements of training's and of inference's weight, FP32 ``[2, elements]``.
     """
 
     columns: dict[str, Tensor]
     modules: list[str] = field(default_factory=list)
     values: Tensor | None = None
     problem: str | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -145,7 +153,11 @@ def as_called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def compare_paths(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inference: Callable[..., Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inference: Callable[..., Any] | None = None,
+    before: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> BatchComparison:
     """Return how training's and inference's logits of a batch lie apart, and the modules', without synchronizing.
 
@@ -156,6 +168,7 @@ def compare_paths(
         args: what its forward takes.
         kwargs: the same.
         inference: the other path, called with the same; the model with its FP8 Linears in high precision by default.
+        before: ``weights`` of the comparison before.
 
     Raises:
         UsageError: the model has no Fp8Linear, or its output is no logits ``[..., classes]``.
@@ -179,7 +192,8 @@ def compare_paths(
                         inferred = _logits(model(*args, **kwargs))
             columns = _difference(trained, inferred)
             try:
-                return BatchComparison(columns, *_compare_modules(first, second))
+                names, values, weights = _compare_modules(first, second, before)
+                return BatchComparison(columns, names, values, weights=weights)
             except Exception as error:
                 if not is_ours(error):
                     raise
@@ -189,21 +203,59 @@ def compare_paths(
             module.training = was
 
 
-def _compare_modules(first: _Pass, second: _Pass) -> tuple[list[str], Tensor | None]:
-    """Return the modules that both passes called, and ``MEASURES`` of each."""
+def _compare_modules(
+    first: _Pass, second: _Pass, before: Mapping[str, Tensor]
+) -> tuple[list[str], Tensor | None, dict[str, Tensor]]:
+    """Return the modules that both passes called, ``MEASURES`` of each, and sampled elements of their weights."""
     ours, theirs = first.by_name(), second.by_name()
     names = [name for name in ours if name in theirs]
     if not names:
-        return [], None
+        return [], None, {}
     device = ours[names[0]].y.device
-    return names, torch.stack([_measures(ours[name], theirs[name]).to(device, non_blocking=True) for name in names])
+    pairs = {name: _weights(ours[name], theirs[name]) for name in names}
+    kept = {name: torch.stack([_kept(w), _kept(v)]) for name, (w, v) in pairs.items() if w is not None and _has_same_shape(w, v)}
+    rows = [_measures(ours[name], theirs[name], *pairs[name], _moved(before.get(name), kept.get(name))) for name in names]
+    return names, torch.stack([row.to(device, non_blocking=True) for row in rows]), kept
 
 
-def _measures(ours: _Seen, theirs: _Seen) -> Tensor:
-    """Return ``MEASURES`` of one module."""
-    nothing = ours.y.new_full((2,), float("nan"), dtype=torch.float32)
+def _weights(ours: _Seen, theirs: _Seen) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weights of both paths in FP32, on training's device."""
     w, v = _weight(ours.module), _weight(theirs.module)
-    weight = _error(w, v.to(w.device)) if w is not None and v is not None and w.shape == v.shape else nothing
+    return w, v if w is None or v is None else v.to(w.device)
+
+
+def _has_same_shape(w: Tensor, v: Tensor | None) -> TypeGuard[Tensor]:
+    return v is not None and w.shape == v.shape
+
+
+def _kept(x: Tensor) -> Tensor:
+    """Return a copy of sampled elements of a weight ``[at most NUM_KEPT]``."""
+    flat = x.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // NUM_KEPT))].clone()
+
+
+def _moved(before: Tensor | None, now: Tensor | None) -> Tensor | None:
+    """Return ``moved`` and ``toward`` of a weight, FP32 ``[2]``; None at the first comparison."""
+    if before is None or now is None or before.shape != now.shape:
+        return None
+    (w0, v0), (w, v) = before.to(now.device), now
+    change, way, is_trained = v - v0, w - v0, w != w0
+    share = ((change != 0) & is_trained).sum() / is_trained.sum()
+    return torch.stack([share, (change * way).sum() / (change.square().sum() * way.square().sum()).sqrt()])
+
+
+def _measures(ours: _Seen, theirs: _Seen, w: Tensor | None, v: Tensor | None, moved: Tensor | None) -> Tensor:
+    """Return ``MEASURES`` of one module.
+
+    Args:
+        ours: of training.
+        theirs: of inference.
+        w: training's weight.
+        v: inference's.
+        moved: see :func:`_moved`.
+    """
+    nothing = ours.y.new_full((2,), float("nan"), dtype=torch.float32)
+    weight = _error(w, v) if w is not None and _has_same_shape(w, v) else nothing
     own = [_bias_error(ours, theirs)]
     for seen, matrix in ((ours, w), (theirs, w if v is None else v)):
         is_linear = matrix is not None and matrix.dim() == 2 and seen.x is not None
@@ -217,7 +269,8 @@ def _measures(ours: _Seen, theirs: _Seen) -> Tensor:
     if same and ours.x is not None and theirs.x is not None and ours.x.shape == theirs.x.shape:
         given = _error(ours.x.float(), theirs.x.float().to(ours.x.device))
     rows = nothing.new_tensor([float(same)])
-    return torch.cat([weight, *(one.to(weight.device) for one in own), given[:1].to(weight.device), rows])
+    rest = (*own, given[:1], rows, nothing if moved is None else moved)
+    return torch.cat([weight, *(one.to(weight.device) for one in rest)])
 
 
 def _bias(seen: _Seen) -> Tensor | None:

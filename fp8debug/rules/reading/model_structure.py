@@ -163,7 +163,7 @@ def factors_of(run: Run, module: str) -> tuple[str, str] | None:
     if module not in shapes or shapes[module][0] is None:
         return None
     wide = [name for name in names[: names.index(module)] if shapes[name][1] == shapes[module][0]][-2:]
-    pairs = [(a, b) for a, b in combinations(wide, 2) if shapes[a][0] == shapes[b][0] and _share_input(run, a, b)]
+    pairs = [(a, b) for a, b in combinations(wide, 2) if shapes[a][0] == shapes[b][0] and share_input(run, a, b)]
     return pairs[-1] if pairs else None
 
 
@@ -181,7 +181,8 @@ def product_words(run: Run, module: str, first: int, last: int) -> str:
     return words
 
 
-def _share_input(run: Run, a: str, b: str) -> bool:
+def share_input(run: Run, a: str, b: str) -> bool:
+    """Return whether two Linears read the same tensor, by its amax at every step that was sampled."""
     query = (
         "SELECT count(DISTINCT amax) AS num_amax, count(DISTINCT module) AS num_modules FROM sites WHERE gemm = 'fprop'"
         " AND tensor = 'input' AND reference = 'operand' AND module IN (?, ?) GROUP BY step"

@@ -8,9 +8,12 @@ training; what lies above that of the others is a module's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -34,6 +37,9 @@ class PartingLimits:
         min_low_error: squared relative error of a result from which on its module runs in FP8.
         min_bf16_error: squared relative difference that rounding to BF16 makes, at least.
         max_bf16_error: the same, at most.
+        min_followed: share of a weight's elements that moved between two comparisons, from which on it may follow training's.
+        min_toward: cosine of their way with that to training's weight, from which on it does.
+        max_standing: the same share, up to which it stands.
     """
 
     own_share: float = 0.5
@@ -49,6 +55,9 @@ class PartingLimits:
     min_low_error: float = 1e-4
     min_bf16_error: float = 1.4e-6
     max_bf16_error: float = 5.5e-6
+    min_followed: float = 0.5
+    min_toward: float = 0.1
+    max_standing: float = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +70,7 @@ class Parting:
         why: the cause in words, with its number.
         cure: what to do; None for the rule's own.
         place: among the compared modules, in execution order.
+        follows: the weights of inference are others, and move with training's: their average, or those of an earlier step.
     """
 
     module: str | None
@@ -68,6 +78,7 @@ class Parting:
     why: str
     cure: str | None = None
     place: int = 0
+    follows: bool = False
 
 
 def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting | None:
@@ -79,8 +90,8 @@ def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting 
         limits: thresholds.
     """
     query = "SELECT step, message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
-    told = (row["message"] for row in run.sql(query).to_pylist() if row["step"] in steps)
-    modules = next((found for found in map(_modules, told) if found), None)
+    told = [(row["step"], found) for row in run.sql(query).to_pylist() if (found := _modules(row["message"]))]
+    modules = next((found for step, found in told if step in steps), None)
     if modules is None:
         return None
     names = list(modules)
@@ -116,15 +127,38 @@ def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting 
         and not _is_scale(modules[name], part, limits)
         and len(same) + 1 > max(1.0, limits.max_alike * len(known))
     ):
-        why = f"the weights of {len(same) + 1} of {len(known)} modules differ, first {name}: they were not synchronized"
-        cure = (
-            "synchronize the weights before inference, or load this step's; where inference has a moving average of the weights,"
-            " which differs from them, check that it moves: in BF16 what a step adds to it rounds away, in FP32 it does not"
+        return _other_weights(
+            f"the weights of {len(same) + 1} of {len(known)} modules differ, first {name}", [found for _, found in told], limits
         )
-        return Parting(module=None, tensor=None, why=why, cure=cure)
     found = _explained(name, names.index(name), modules[name], limits, part)
     more = f"; so {'is that' if len(same) == 1 else 'are those'} of {len(same)} more" if same else ""
     return replace(found, why=found.why + more)
+
+
+def _other_weights(what: str, compared: Sequence[Mapping[str, Mapping[str, float | None]]], limits: PartingLimits) -> Parting:
+    """Return why the weights of most modules differ: by what they do from one comparison to the next, where it is known."""
+    others = [m for modules in compared for m in modules.values() if (m["weight"] or 0.0) > limits.max_exact_error]
+    shares = [share for m in others if (share := m.get("moved")) is not None]
+    ways = [way for m in others if (way := m.get("toward")) is not None]
+    if ways and min(shares) >= limits.min_followed and median(ways) >= limits.min_toward:
+        why = (
+            f"{what}, and move with training's from one comparison to the next: inference has their average, or those of an"
+            " earlier step"
+        )
+        cure = "none if it is meant; else synchronize the weights before inference, or load this step's"
+        return Parting(module=None, tensor=None, why=why, cure=cure, follows=True)
+    if shares and median(shares) <= limits.max_standing:
+        why = f"{what}: they stand, as {percent(1 - median(shares))} of their elements did not move between two comparisons"
+        cure = (
+            "synchronize the weights before inference, or load this step's; keep a moving average of the weights in FP32, as what"
+            " a step adds to one in BF16 rounds away"
+        )
+        return Parting(module=None, tensor=None, why=why, cure=cure)
+    cure = (
+        "synchronize the weights before inference, or load this step's; where inference has a moving average of the weights,"
+        " which differs from them, check that it moves: in BF16 what a step adds to it rounds away, in FP32 it does not"
+    )
+    return Parting(module=None, tensor=None, why=f"{what}: they were not synchronized", cure=cure)
 
 
 def quiet_differences(run: Run, min_share: float, limits: PartingLimits) -> Iterator[tuple[str, Parting]]:

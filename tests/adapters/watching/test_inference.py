@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8debug
-from fp8debug.rules import Finding, Findings
+from fp8debug.rules import Finding, Findings, Severity
 from tests.recording.models import batch, net
 
 STEPS = 6
@@ -88,6 +88,46 @@ def test_weights_that_nobody_synchronized_are_no_single_module(tmp_path: Path) -
     finding = only(judged(tmp_path / "run", net("blockwise"), stale(*LINEARS)))
     assert finding.module is None
     assert "the weights of 7 of 7 modules differ, first blocks.0.gate: they were not synchronized" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decay", "severity", "words"),
+    [
+        (torch.float32, 0.9, Severity.INFO, "move with training's from one comparison to the next"),
+        (torch.bfloat16, 0.9999, Severity.WARNING, "they stand, as"),
+        (torch.float32, 1.0, Severity.WARNING, "they stand, as all of their elements did not move"),
+    ],
+    ids=["an average", "an average in BF16", "the first step's"],
+)
+def test_an_average_of_the_weights_that_moves_is_told_from_weights_that_stand(
+    dtype: torch.dtype, decay: float, severity: Severity, words: str, tmp_path: Path
+) -> None:
+    model = net("blockwise")
+    averages = {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+
+    def rollout(x: Tensor) -> Tensor:
+        engine = copy.deepcopy(model)
+        engine.load_state_dict(averages, strict=False)
+        with torch.no_grad():
+            out: Tensor = engine(x)
+        return out
+
+    with fp8debug.watch(model, tmp_path / "run", every=4) as watch:
+        for step in range(12):
+            x, classes = batch(step)
+            loss = nn.functional.cross_entropy(model(x), classes)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                averages[name].mul_(decay).add_(p.detach().to(dtype), alpha=1 - decay)
+            if step % 4 == 3:
+                watch.compare_inference(batch(1000)[0], inference=rollout)
+            watch.step(loss=loss)
+    finding = only(fp8debug.triage(tmp_path / "run", select=("F122",)))
+    assert (finding.severity, finding.module) == (severity, None)
+    assert words in finding.message and "weights of" in finding.message
 
 
 def test_an_engine_of_other_names_is_judged_as_a_whole(tmp_path: Path) -> None:
