@@ -69,7 +69,7 @@ class InferenceDiffers(Rule, PartingLimits):
         - min_fp8_error 0.00025, max_fp8_error 0.004, max_rounded_gain 0.01: squared relative difference that rounding a weight to
           FP8 makes, 36 to 24 dB: E4M3 has 31.5 dB on Gaussian data and E5M2 25.5; and what it changes of the factor; numerics.md,
           4 (warn beyond 1 %). They choose among the causes in the message.
-        - min_followed 0.5, min_toward 0.1, max_standing 0.1: of weights that differ in most modules, share of the elements of
+        - min_followed 0.5, min_toward 0.1, max_standing 0.5: of weights that differ in most modules, share of the elements of
           each that moved between two comparisons, of those that training moved, and median cosine of that way with the one to
           training's weight: weights follow training; the median share up to which they stand, as an average in BF16 does. No
           published basis; the cosine of 1,024 elements with independent ones is 0.03 (closed form). One comparison tells neither.

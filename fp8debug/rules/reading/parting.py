@@ -57,7 +57,7 @@ class PartingLimits:
     max_bf16_error: float = 5.5e-6
     min_followed: float = 0.5
     min_toward: float = 0.1
-    max_standing: float = 0.1
+    max_standing: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
