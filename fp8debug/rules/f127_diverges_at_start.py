@@ -34,9 +34,9 @@ class DivergesAtStart(Rule):
         It is information where another model of the process trains by a loss of its own, as a critic beside an actor or a
         discriminator beside a generator: what the loss is of changes with the other model. That is known where two optimizers
         without a common parameter step by turns, each with gradients that came after the other's step, or losses give
-        gradients to one model or the other by turns; two optimizers that step after one backward pass (Muon and AdamW),
-        copies of one model, teachers and averages of weights are no such models. A loss that becomes NaN or Inf, and updates
-        out of size, count all the same.
+        gradients to one model or the other by turns, or one loss is a sum of terms that reach no common parameter; two
+        optimizers that step after one backward pass (Muon and AdamW), copies of one model, teachers and averages of weights are
+        no such models. A loss that becomes NaN or Inf, and updates out of size, count all the same.
         updates-out-of-size: at any step, an optimizer step changed weights by as much as they are large. The message says
         whether the optimizer's second moments are 0 under gradients that are not (kept in too few bits, they underflow, and
         m / (0 + eps) explodes), or Adam moves an element by more than gradients can (a checkpoint that kept the second moment

@@ -88,6 +88,8 @@ class LossMeter:
             watch.begin_backward()
         if loss.dim() != 0:
             return []
+        for watch in watches:
+            watch.look_at_terms(loss, watches)
         divisor, loss = divisor_of(loss), loss.detach()
         if len(watches) == 1:
             self._mean_of(watches[0]).add(loss, divisor)

@@ -298,7 +298,7 @@ optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (actor, 
 for step in range(4):
     x = torch.randn(16, 32)
     value = critic(x)
-    advantage = (x[:, :1] - value).detach()
+    advantage = (x[:, :1] - value).detach().mean(1, keepdim=True)
     of_actor, of_critic = -(actor(x) * advantage).mean(), (value - x[:, :1]).square().mean()
     {backward}
     for optimizer in optimizers:
@@ -311,7 +311,8 @@ for step in range(4):
     ("columns", "backward", "is_told"),
     [
         (1, "of_actor.backward(); of_critic.backward()", True),
-        (1, "(of_actor + of_critic).backward()", False),  # one loss
+        (4, "(of_actor + of_critic).backward()", True),  # a sum, of terms that reach one model each
+        (1, "(of_actor * of_critic).backward()", False),  # one loss
         (16, "of_actor.backward(); of_critic.backward()", False),  # copies of one model
     ],
 )

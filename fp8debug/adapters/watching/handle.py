@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, SupportsFloat, cast
@@ -33,7 +33,7 @@ from fp8debug.adapters.watching.parameter_census import ParameterCensus
 from fp8debug.adapters.watching.pipeline import ignore_shape_inference, rank_entry
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges
 from fp8debug.adapters.watching.recording_ranks import StandbyWriter
-from fp8debug.adapters.watching.separate_losses import SeparateLosses
+from fp8debug.adapters.watching.separate_losses import MAX_LOSSES, SeparateLosses, separate_models
 from fp8debug.adapters.watching.step_writer import StepWriter
 from fp8debug.adapters.watching.weight_updates import WeightUpdates, is_in_backward
 from fp8debug.errors import Fp8DebugError, UsageError
@@ -111,7 +111,7 @@ class Watch:
         self._uses: dict[str, dict[str, Any]] = {}  # by FQN: a GEMM of another module with its weight
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
-        self._losses, self._has_other_loss = SeparateLosses(self._params), False
+        self._losses, self._has_other_loss, self._num_looked_at = SeparateLosses(self._params), False, 0
         self._updates = WeightUpdates(roots)
         self._first_weights = self._updates.weights()
         self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
@@ -231,6 +231,7 @@ class Watch:
         self._explicit = self._observer.is_told_steps = True
         if is_announced:
             return
+        self.look_at_terms(loss)
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
 
     def begin_step(self) -> None:
@@ -270,6 +271,20 @@ class Watch:
         if not self._has_other_loss:
             self._has_other_loss = True
             self._writer.event(self._observer.step, "note", None, text, OTHER_LOSS_CODE)
+
+    def look_at_terms(self, loss: Any, others: Iterable[Watch] = ()) -> None:
+        """Note whether a loss, with its graph, is a sum of losses of separate models; of the first losses of the run alone.
+
+        Args:
+            loss: a loss; one without a graph tells nothing.
+            others: watches whose models it may be of as well.
+        """
+        if self._num_looked_at >= MAX_LOSSES or not isinstance(loss, Tensor) or loss.grad_fn is None:
+            return
+        self._num_looked_at += 1
+        groups = separate_models(loss, self._params.union(*(other._params for other in others)))
+        if len(groups) > 1 and any(not group.isdisjoint(self._params) for group in groups):
+            self.note_other_loss("the loss is a sum of terms that reach no common parameter: losses of separate models")
 
     def gradients(self) -> tuple[Any, ...]:
         """Return a value that changes when a backward pass gives gradients to the model, or when they are cleared."""

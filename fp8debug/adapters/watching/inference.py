@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,8 @@ def _compare_modules(
         return [], None, {}
     device = ours[names[0]].y.device
     pairs = {name: _weights(ours[name], theirs[name]) for name in names}
-    kept = {name: torch.stack([_kept(w), _kept(v)]) for name, (w, v) in pairs.items() if w is not None and _has_same_shape(w, v)}
+    alike = {name: (w, v) for name, (w, v) in pairs.items() if w is not None and v is not None and w.shape == v.shape}
+    kept = {name: torch.stack([_kept(w), _kept(v)]) for name, (w, v) in alike.items()}
     rows = [_measures(ours[name], theirs[name], *pairs[name], _moved(before.get(name), kept.get(name))) for name in names]
     return names, torch.stack([row.to(device, non_blocking=True) for row in rows]), kept
 
@@ -222,10 +223,6 @@ def _weights(ours: _Seen, theirs: _Seen) -> tuple[Tensor | None, Tensor | None]:
     """Return the weights of both paths in FP32, on training's device."""
     w, v = _weight(ours.module), _weight(theirs.module)
     return w, v if w is None or v is None else v.to(w.device)
-
-
-def _has_same_shape(w: Tensor, v: Tensor | None) -> TypeGuard[Tensor]:
-    return v is not None and w.shape == v.shape
 
 
 def _kept(x: Tensor) -> Tensor:
@@ -255,7 +252,7 @@ def _measures(ours: _Seen, theirs: _Seen, w: Tensor | None, v: Tensor | None, mo
         moved: see :func:`_moved`.
     """
     nothing = ours.y.new_full((2,), float("nan"), dtype=torch.float32)
-    weight = _error(w, v) if w is not None and _has_same_shape(w, v) else nothing
+    weight = _error(w, v) if w is not None and v is not None and w.shape == v.shape else nothing
     own = [_bias_error(ours, theirs)]
     for seen, matrix in ((ours, w), (theirs, w if v is None else v)):
         is_linear = matrix is not None and matrix.dim() == 2 and seen.x is not None

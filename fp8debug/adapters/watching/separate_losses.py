@@ -1,14 +1,20 @@
-"""Tell whether a process trains models against each other: two optimizers, each with gradients of backward passes of its own.
+"""Tell whether a process trains models against each other: two optimizers, each with gradients of backward passes of its own,
+or one loss that is a sum of losses of separate models.
 
 The loss of an actor or of a generator is no measure of progress: it depends on a critic or a discriminator that trains too. A
 program that gives parts of one model to two optimizers (Muon and AdamW) lets both step after one backward pass. So consecutive
 steps of optimizers are one group as long as no gradient is new: a group is what one backward pass, or several, were for. Two
 optimizers have losses of their own when one steps in a group without the other, then the other without it, and so on again.
+
+An actor and a critic often have one optimizer and one loss, policy + c * value - d * entropy. Terms of a sum that reach no
+common parameter are of models that each have a loss of their own; a loss for several tasks, a regularizer and an auxiliary loss
+of inner layers reach parameters that the rest of the loss reaches too, and a probe of detached activations has few parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -18,6 +24,13 @@ from fp8debug.adapters.watching.weight_updates import is_in_backward, spread
 
 #: Times that the turn must change from one optimizer to the other: A, B, A.
 NUM_CHANGES = 2
+#: Losses of a run whose terms are looked at, the first ones.
+MAX_LOSSES = 3
+#: Share of the parameters' elements that a separate model has at least.
+MIN_SHARE = 0.1
+#: Nodes of autograd's graph that add terms of a loss, and those that a term is multiplied, or converted, by.
+_SUMS = ("AddBackward0", "SubBackward0")
+_FACTORS = ("MulBackward0", "DivBackward0", "NegBackward0", "ToCopyBackward0")
 #: Optimizers that are followed; a program that has more gives one to each parameter or layer.
 MAX_OPTIMIZERS = 16
 
@@ -93,6 +106,56 @@ class SeparateLosses:
             for other in held.keys() - group:
                 if held[one].is_apart_from(held[other]) and (held[one].has(self._params) or held[other].has(self._params)):
                     self._turns.add(one, other)
+
+
+def separate_models(loss: Tensor, params: Set[int]) -> list[set[int]]:
+    """Return by model the parameters that a loss reaches: those of all terms of its sum that have one in common.
+
+    Models of less than ``MIN_SHARE`` of all elements are left out.
+
+    Args:
+        loss: a scalar with its graph, whose backward pass may have been.
+        params: ``id`` of the parameters that count.
+    """
+    sizes: dict[int, int] = {}
+    groups: list[set[int]] = []
+    for term in _terms(loss.grad_fn):
+        if reached := _reached(term, params, sizes):
+            joined = [group for group in groups if not group.isdisjoint(reached)]
+            groups = [group for group in groups if group.isdisjoint(reached)] + [reached.union(*joined)]
+    least = MIN_SHARE * sum(sizes.values())
+    return [group for group in groups if sum(sizes[one] for one in group) >= least]
+
+
+def _next(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _terms(node: Any) -> list[Any]:
+    """Return the nodes of the terms of which a node is the sum."""
+    found, left = [], [node]
+    while left:
+        node = left.pop()
+        name, following = node.name(), _next(node)
+        if name in _SUMS or (name in _FACTORS and len(following) == 1):
+            left += following
+        else:
+            found.append(node)
+    return found
+
+
+def _reached(node: Any, params: Set[int], sizes: dict[int, int]) -> set[int]:
+    """Return which parameters a node's gradient reaches, and add their numbers of elements to ``sizes``."""
+    found, seen, left = set[int](), {node}, [node]
+    while left:
+        node = left.pop()
+        if id(getattr(node, "variable", None)) in params:
+            found.add(id(node.variable))
+            sizes[id(node.variable)] = node.variable.numel()
+        following = [one for one in _next(node) if one not in seen]
+        seen.update(following)
+        left += following
+    return found
 
 
 class _Parameters:

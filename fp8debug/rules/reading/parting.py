@@ -90,8 +90,8 @@ def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting 
         limits: thresholds.
     """
     query = "SELECT step, message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
-    told = [(row["step"], found) for row in run.sql(query).to_pylist() if (found := _modules(row["message"]))]
-    modules = next((found for step, found in told if step in steps), None)
+    told = [(row["step"], measured) for row in run.sql(query).to_pylist() if (measured := _modules(row["message"]))]
+    modules = next((measured for step, measured in told if step in steps), None)
     if modules is None:
         return None
     names = list(modules)

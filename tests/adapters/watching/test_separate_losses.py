@@ -192,6 +192,43 @@ def test_models_that_train_against_each_other(make: Callable[[], tuple[nn.Module
     assert followed(tmp_path / "run", make(), explicit=explicit)
 
 
+def actor_and_critic(x: Tensor, model: nn.ModuleDict) -> Tensor:
+    """One loss, policy + value - entropy, of two models; the advantage has no gradient."""
+    logits, value = model["actor"](x), model["critic"](x)
+    policy = -(logits.log_softmax(1)[:, :1] * (x[:, :1] - value).detach()).mean()
+    entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+    return policy + 0.5 * (value - x[:, :1]).square().mean() - 0.01 * entropy
+
+
+def common_trunk(x: Tensor, model: nn.ModuleDict) -> Tensor:
+    hidden = model["trunk"](x)
+    return model["actor"](hidden).square().mean() + model["critic"](hidden).square().mean() / 2
+
+
+def auxiliary(x: Tensor, model: nn.ModuleDict) -> Tensor:
+    """A probe of an inner layer, whose gradient stops there, and a penalty of the weights."""
+    hidden = model["trunk"](x)
+    penalty = sum(p.square().sum() for part in ("trunk", "actor", "probe") for p in model[part].parameters())
+    return model["actor"](hidden).square().mean() + model["probe"](hidden.detach()).square().mean() + 1e-4 * penalty
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "is_separate"), [(actor_and_critic, True), (common_trunk, False), (auxiliary, False)]
+)  # fmt: skip
+def test_one_loss_that_is_a_sum_of_losses_of_separate_models(
+    loss_of: Callable[[Tensor, nn.ModuleDict], Tensor], is_separate: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"trunk": mlp(), "actor": mlp(), "critic": mlp(out=1), "probe": nn.Linear(WIDTH, 1)})
+    optimizer = adam(model)
+    with fp8debug.watch(fp8debug.convert(model, "blockwise"), tmp_path / "run", every=100) as watch:
+        for _ in range(STEPS):
+            loss = loss_of(noise(), model)
+            update(optimizer, loss)
+            watch.step(loss=loss)
+    assert has_other_loss(fp8debug.Run(tmp_path / "run")) == is_separate
+
+
 ALONE: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
     "two optimizers": lambda: two_optimizers(1),
     "one in every second step": lambda: two_optimizers(2),
