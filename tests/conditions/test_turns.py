@@ -112,7 +112,8 @@ def test_each_module_is_recorded_in_one_of_so_many_sampled_steps(
         assert steps == [0, 6], table
     later = run.sql("SELECT DISTINCT module, gemm, tensor FROM sites WHERE step > 0").to_pylist()
     assert len(later) == LAYERS * len(NINE)
-    order = run.sql("SELECT module, min(call_index) AS least, max(call_index) AS most FROM sites GROUP BY 1 ORDER BY 1").to_pylist()
+    query = "SELECT module, min(call_index) AS least, max(call_index) AS most FROM sites GROUP BY 1 ORDER BY 1"
+    order = run.sql(query).to_pylist()
     assert [(row["least"], row["most"]) for row in order] == [(at, at) for at in range(LAYERS)]
 
 
