@@ -50,14 +50,14 @@ _BEGUN_IN_BF16 = (
     f" (SELECT u.*, min(step) OVER (PARTITION BY module) AS start FROM updates u) t"
     f" WHERE step > start AND num_bf16 IS NOT NULL AND {_JUDGED} GROUP BY module"
 )
-#: The same sums of the steps, but the first, at which a weight is exactly what one of its casts makes of it, and the name of that
-#: cast. A checkpoint in FP8 has weights so at the first step.
+#: The same sums of the steps, but the first, and at how many of them a weight is exactly what one of its casts makes of it, with
+#: that cast. A checkpoint in FP8 has weights so at the first step. An input that its cast holds exactly too was not cast: F111.
 _BEGUN_IN_FP8 = (
-    f"SELECT module, {_SUMS}, max(grid) AS grid, CAST(sum(is_on_grid) AS DOUBLE) AS num_on_grid FROM"
-    " (SELECT u.*, g.grid AS grid, CASE WHEN g.grid IS NULL THEN 0 ELSE 1 END AS is_on_grid,"
-    " min(u.step) OVER (PARTITION BY u.module) AS start FROM updates u LEFT JOIN"
-    " (SELECT step, module, min(cast_name) AS grid FROM sites WHERE gemm = 'fprop' AND tensor = 'weight'"
-    " AND reference = 'operand' AND sum_x2 > 0 AND sum_err2 <= {} * sum_x2 GROUP BY step, module) g"
+    f"SELECT module, {_SUMS}, max(grid) AS grid, CAST(count(grid) AS DOUBLE) AS num_on_grid FROM"
+    " (SELECT u.*, g.grid AS grid, min(u.step) OVER (PARTITION BY u.module) AS start FROM updates u LEFT JOIN"
+    " (SELECT step, module, min(cast_name) FILTER (WHERE tensor = 'weight' AND sum_err2 <= {0} * sum_x2) AS grid FROM sites"
+    " WHERE gemm = 'fprop' AND tensor IN ('input', 'weight') AND reference = 'operand' AND sum_x2 > 0 GROUP BY step, module"
+    " HAVING max(CASE WHEN tensor = 'input' AND actual AND sum_err2 > {0} * sum_x2 THEN 1 ELSE 0 END) = 1) g"
     f" ON g.step = u.step AND g.module = u.module) t WHERE step > start AND {_JUDGED} GROUP BY module"
 )
 #: Steps that Adam has counted, at each sampled step at which it moved the weight.

@@ -219,6 +219,8 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], limits: ElsewhereLimi
     Of several tensors that a row joins each may have a factor of its own, so that neither gain is one. Where either row joins
     several, that both operands are off and the GEMM's result is none the less its product says the same of all of them: an
     operand's error is found in the result at its own size, and independent ones add, so that the smaller is at most half of it.
+    Where the other operand was not recorded, a right result of an operand that is a factor off tells that the other makes up for
+    it.
 
     Args:
         run: the run.
@@ -238,14 +240,15 @@ def scaled_on_other_side(run: Run, found: Iterable[Trace], limits: ElsewhereLimi
         place, gemm = (trace.module, trace.gemm, row["step"]), Gemm(trace.gemm)
         other = next((t.value for t in OPERANDS[gemm] if t.value != trace.tensor), "")
         partners, results = sizes().get((*place, other), []), sizes().get((*place, RESULTS[gemm].value), [])
-        if not partners:
-            return False
         is_off = cosine >= _least_cosine(trace, limits) and abs(gain - 1) > tolerance
+        is_right = all(abs(one.gain - 1) <= tolerance and one.cosine >= limits.min_result_cosine for one in results)
+        if not partners:
+            return is_off and bool(results) and is_right
         if is_off and all(abs(partner.gain * gain - 1) <= tolerance for partner in partners):
             return True
         if max(row["num_tensors"] or 1, *(partner.num_tensors for partner in partners)) == 1 or not results:
             return False
-        if any(abs(result.gain - 1) > tolerance or result.cosine < limits.min_result_cosine for result in results):
+        if not is_right:
             return False
         least = min(_error(gain, cosine), *(_error(partner.gain, partner.cosine) for partner in partners))
         return least > limits.min_compensated * max(_error(result.gain, result.cosine) for result in results)
