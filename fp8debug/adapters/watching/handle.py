@@ -282,7 +282,13 @@ class Watch:
         if self._num_looked_at >= MAX_LOSSES or not isinstance(loss, Tensor) or loss.grad_fn is None:
             return
         self._num_looked_at += 1
-        groups = separate_models(loss, self._params.union(*(other._params for other in others)))
+        try:
+            groups = separate_models(loss, self._params.union(*(other._params for other in others)))
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            self._give_up(error)
+            return
         if len(groups) > 1 and any(not group.isdisjoint(self._params) for group in groups):
             self.note_other_loss("the loss is a sum of terms that reach no common parameter: losses of separate models")
 
