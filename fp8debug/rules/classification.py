@@ -54,6 +54,7 @@ class Classification:
         module: the origin; None when no layer is to blame.
         code: of the finding at the origin.
         bf16: whether BF16 would have left its course too; None where the loss did not.
+        rate_jump: step at which the learning rate jumped, where that is the cause.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Classification:
     module: str | None = None
     code: str | None = None
     bf16: Bf16Verdict | None = None
+    rate_jump: int | None = None
 
     @property
     def title(self) -> str:
@@ -246,7 +248,7 @@ def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding], limits: 
         return at_first(replace(base, what=f"{words}. FP8's doing: {since(near[0])}"), near)
     jump = None if moved.found else _rate_jump(changes, step)
     if jump is not None:
-        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}")
+        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}", rate_jump=jump.step)
     later = first_seen_after(run, step, harmful)
     if later:
         return replace(
@@ -291,7 +293,7 @@ def _divergence(
     moved = movements_before(run, step, limits)
     jump = None if moved.found else _rate_jump(changes, step)
     if jump is not None:
-        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}")
+        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {_change(jump)}", rate_jump=jump.step)
     later = first_seen_after(run, step, harmful)
     if later:
         unclear = _maybe_consequence(later[0])

@@ -85,10 +85,14 @@ def test_a_spike_after_a_jump_of_the_learning_rate_is_no_casts_doing(tmp_path: P
     clipped = Override(**{**INPUT, "steps": (50, None)}, slots=CLIPPED)
     steps: dict[int, dict[str, float]] = {step: {"lr": 3e-2} for step in range(at, 100)}
     steps[41] = {**steps.get(41, {}), "loss": 9.0}
-    found = classified(tmp_path, overrides=[clipped], steps=steps)
+    findings = triage(build(tmp_path / "run", overrides=[clipped], steps=steps, with_results=False))
+    found: Any = findings.classification
     assert (found["class"], found["cause"], found["module"]) == ("loss-spike", cause, None)
     jump = f"Not FP8's doing: the learning rate jumps from 0.0003 to 0.03 at step {at}"
     assert found["what"].endswith(jump) is (cause == "not-fp8")
+    (after,) = (f for f in findings if f.code == "F101")
+    words = "; it follows the jump of the learning rate at step 40 and may be its consequence"
+    assert (after.severity, after.message.endswith(words)) == (("info", True) if cause == "not-fp8" else ("error", False))
 
 
 @pytest.mark.parametrize("every", [1, 10])

@@ -71,6 +71,7 @@ def triage(
     skipped = [(code, reason) for code, reason in reasons.items() if reason is not None and code in wanted]
     lost = losses_of(run)
     classification = with_lost(classify(run, standing, rules, comparison, sum(map(bool, reasons.values()))), lost)
+    standing = _after_rate_jump(standing, rules, classification.rate_jump)
     return Findings(
         [finding for finding in standing if finding.code in wanted],
         run=run.name,
@@ -192,13 +193,11 @@ def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled
         if not finding.module or not isinstance(rule, FollowingRule):
             continue
         if exploded is not None and finding.steps[0] >= exploded.steps[0]:
-            words = f"{finding.message}; it follows {exploded.code} {exploded.name} and may be its consequence"
-            result[place] = replace(finding, severity=Severity.INFO, message=words, parts=())
+            result[place] = _as_consequence(finding, f"{exploded.code} {exploded.name}")
             continue
         culprit = next((c for c in culprits if _may_cause(c, finding, sampled, rule.follow_steps)), None)
         if culprit is not None:
-            words = f"{finding.message}; it follows {culprit.code} at {culprit.module} and may be its consequence"
-            result[place] = replace(finding, severity=Severity.INFO, message=words, parts=())
+            result[place] = _as_consequence(finding, f"{culprit.code} at {culprit.module}")
             told.setdefault(id(culprit), []).extend((finding.module, *finding.also))
     for place, finding in enumerate(findings):
         names = [*finding.victims, *told.get(id(finding), ())]
@@ -206,6 +205,26 @@ def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled
         if id(finding) in told:
             result[place] = replace(finding, victims=tuple(dict.fromkeys(name for name in names if name not in own)))
     return result
+
+
+def _as_consequence(finding: Finding, cause: str) -> Finding:
+    words = f"{finding.message}; it follows {cause} and may be its consequence"
+    return replace(finding, severity=Severity.INFO, message=words, parts=())
+
+
+def _after_rate_jump(findings: Sequence[Finding], rules: Mapping[str, Rule], jump: int | None) -> list[Finding]:
+    """Return the findings, as information those that a jump of the learning rate explains, by which the loss left its course.
+
+    Updates were not recorded at that step, or are not of the size that F127 asks of one; with them :func:`mark_victims` says
+    the same.
+    """
+    result = [
+        _as_consequence(f, f"the jump of the learning rate at step {jump}")
+        if jump is not None and f.severity > Severity.INFO and f.steps[0] > jump and isinstance(rules[f.code], FollowingRule)
+        else f
+        for f in findings
+    ]
+    return sorted(result, key=lambda f: (f.order, f.code))
 
 
 def _is_culprit(rules: Mapping[str, Rule], finding: Finding) -> bool:
