@@ -399,7 +399,7 @@ class UpdatesRoundedAway(Rule):
 def _spacing(row: Mapping[str, Any]) -> float | None:
     """Return the distance of two values of a weight's dtype at the RMS of the weight."""
     eps = _EPS.get(row["dtype"])
-    if eps is None or not row["weight2"] or not row["num_sampled"]:
+    if eps is None or not row["weight2"] or not row["num_sampled"] or not _is_finite(row["weight2"]):
         return None
     return eps * 2.0 ** math.floor(0.5 * math.log2(row["weight2"] / row["num_sampled"]))
 

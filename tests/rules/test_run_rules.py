@@ -543,7 +543,7 @@ def test_few_elements_that_move_by_one_value_under_an_unknown_formula(
     [
         ({}, True), ({"num_bf16": 8000}, False), ({"sum_update2": 8192 * (2.0**-13) ** 2}, False),
         ({"num_moved": 100, "sum_update2": 100 * 3e-6**2}, False), ({"dtype": "bfloat16", "num_bf16": None}, False),
-        ({"keeps_precision": True}, False),
+        ({"keeps_precision": True}, False), ({"sum_weight2": math.inf}, False),
     ],
 )  # fmt: skip
 def test_an_fp32_weight_that_is_written_back_to_bf16(tmp_path: Path, change: dict[str, Any], is_named: bool) -> None:
