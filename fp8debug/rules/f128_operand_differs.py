@@ -26,6 +26,7 @@ from fp8debug.rules.reading.traces import (
     times,
     traces,
 )
+from fp8debug.rules.reading.unrecorded_operands import FarResult, far_results
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -75,6 +76,11 @@ _OF_PARTS = (
     " over all of them before the cast, or cast after they are gathered; compare its codes with fp8debug.quantize() of the same"
     " tensor; else BF16 for this GEMM"
 )
+_UNRECORDED = (
+    "keep what is cast in high precision until this GEMM has run, for one step, so that its row says what is wrong; compare the"
+    " codes that the GEMM reads with fp8debug.quantize() of the tensor (a transposed copy, a cached one, one that was sent); else"
+    " BF16 for this GEMM"
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,12 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         values that are lost leave the SQNR as it is.
 
         data-of-nothing: a tensor of zeros whose data are not: a cast gives zeros, and no SQNR shows it, as there is no signal.
+
+        unrecorded-differs: an operand without a row in a GEMM, as its tensor in high precision was gone when that ran, is judged
+        by the result: the GEMM multiplies what it reads, and its result is further from the shadow than both casts explain.
+        Errors e_a and e_b of the operands leave 1 / (e_a^2 + e_b^2) of a sum of independent terms, and as much less as the sum
+        cancels: its mean square over that of independent terms, M a^2 b^2 of M tokens or features, a and b the RMS of the
+        tensors.
 
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
@@ -154,6 +166,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
           blocks; not judged are stochastic rounding, a Hadamard transform and formats of less than 8 bits.
         - max_leaf_rate 0.16: the same of wgrad's grad_output, beyond the zeros that dgrad's cast of it has, of which it may be
           made: what Ling 2.0 saw without harm (numerics.md, 4). It is a warning: wgrad is a leaf.
+        - max_result_db 6, min_exact_db 30, min_far_steps 2: of unrecorded-differs, how far below that a result lies, a factor of
+          4 for tokens that are large in both operands, which the closed form takes as independent; SQNR against the exact
+          product of what the GEMM read, below which the GEMM is at fault; sampled steps. No published basis for 6 and 30.
         - max_amax_floor 1e-12: a tensor below the amax of its scales is information where that is no larger: the amax eps
           of torchao, and what LoongForge recommends (numerics.md, 2). Gradients behind a gate that starts at zero are
           1e-18 at first, and an optimizer's own eps (Adam 1e-8) makes nothing of them.
@@ -243,6 +258,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
     max_unexplained_rate: float = 0.01
     max_lost_rate: float = 0.05
     max_leaf_rate: float = 0.16
+    max_result_db: float = 6.0
+    min_exact_db: float = 30.0
+    min_far_steps: int = 2
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
@@ -345,6 +363,7 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
                 yield self._of_zeros(trace)
         for trace in traces(run, self._nothing):
             yield self._of_nothing(trace)
+        yield from self._without_rows(run)
         yield from self._without_errors(run)
 
     @staticmethod
@@ -413,6 +432,28 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         if None in known:
             return least
         return max(least, tensor_floor_db(cast, row["log2_hist"], *known) - self.margin_db)
+
+    def _without_rows(self, run: Run) -> Iterable[Finding]:
+        """Return the operands without a row whose GEMM's result is too far from its shadow, at two sampled steps or more."""
+        if not (run.has("sum_err2") and run.has("sum_x2")):
+            return
+        found: dict[tuple[str, str], list[FarResult]] = {}
+        for far in far_results(run, self.max_result_db, self.min_exact_db):
+            found.setdefault((far.row["module"], far.row["gemm"]), []).append(far)
+        for (module, gemm), all_far in found.items():
+            if len(all_far) < self.min_far_steps:
+                continue
+            far, sampled = min(all_far, key=lambda far: far.row["sqnr_db"]), run.sampled_steps_of(module)
+            row, steps = far.row, [one.row["step"] for one in all_far]
+            message = (
+                f"the {gemm} {row['tensor']} is {row['sqnr_db']:.1f} dB from its shadow at step {row['step']} ({len(all_far)} of"
+                f" {len(sampled)} sampled steps), where both casts give at least {far.floor_db:.1f} dB, and the GEMM multiplies"
+                f" what it reads: its {far.operand}, of which this cast has no row, is not its tensor"
+            )
+            yield Finding(code=self.code, name="unrecorded-differs", severity=Severity.ERROR, module=module, gemm=gemm,
+                          tensor=far.operand, steps=(steps[0], steps[-1]), ranks=tuple(row["ranks"]), value=row["sqnr_db"],
+                          threshold=far.floor_db - self.max_result_db, message=message, cure=_UNRECORDED,
+                          call_index=row["call_index"] or 0)  # fmt: skip
 
     def _without_errors(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose error was not recorded, by their underflow and their scale."""
