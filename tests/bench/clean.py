@@ -27,6 +27,7 @@ from fp8debug.rules import RULES
 from fp8debug.rules.base import Severity
 from fp8debug.rules.reading.optimizer_steps import update_ratio
 from tests.bench.clean_programs.training import described, keys, losses_of, low_bit_keys
+from tests.bench.turns import add_option, take_turns
 
 #: Class and cause of a run in which nothing happened.
 QUIET = ("healthy", "findings", "not-judged")
@@ -90,7 +91,9 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="leave out the runs of 2,000 steps")
     parser.add_argument("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no further run after that")
     parser.add_argument("--verbose", action="store_true", help="print the messages of what was found")
+    add_option(parser)
     options = parser.parse_args()
+    take_turns(options.turns)
     torch.set_num_threads(1)
     known: dict[str, dict[str, Any]] = {}
     if options.out and options.out.exists():

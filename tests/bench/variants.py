@@ -23,6 +23,7 @@ import fp8debug
 from tests.bench.relatives import VARIANTS, Variant
 from tests.bench.relatives.stack import NOW
 from tests.bench.situations import outcome, print_counts, print_diagnosis
+from tests.bench.turns import add_option, take_turns
 
 
 def judged(one: Variant, *, verbose: bool = False) -> str:
@@ -48,7 +49,9 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="glob over KIND_NAME, such as 05_*")
     parser.add_argument("--set", type=int, default=0, help="variations that the tool met together: 1, 2 or 3; 0 for all")
     parser.add_argument("--verbose", action="store_true", help="print what triage said")
+    add_option(parser)
     options = parser.parse_args()
+    take_turns(options.turns)
     torch.set_num_threads(1)
     results = []
     for one in VARIANTS:
