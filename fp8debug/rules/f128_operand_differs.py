@@ -26,7 +26,7 @@ from fp8debug.rules.reading.traces import (
     times,
     traces,
 )
-from fp8debug.rules.reading.unrecorded_operands import FarResult, far_results
+from fp8debug.rules.reading.unrecorded_operands import FarResult, far_results, results_look
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -286,7 +286,8 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         return look([Condition("sqnr_db", "<", HIGHEST_FLOOR_DB)], _COLUMNS)
 
     def looks(self) -> Iterable[Look]:
-        """Return the operands below the highest floor of any cast, and those that underflow where no error was recorded."""
+        """Return the operands below the highest floor of any cast, those that underflow where no error was recorded, and results
+        that no cast explains."""
         yield self._look
         yield self._unmeasured
         yield self._unscaled
@@ -294,6 +295,11 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
         yield self._cut_off
         yield self._zeros
         yield self._nothing
+        yield self._results
+
+    @property
+    def _results(self) -> Look:
+        return results_look(HIGHEST_FLOOR_DB - self.max_result_db)
 
     @property
     def _nothing(self) -> Look:
@@ -435,10 +441,9 @@ class OperandDiffers(Rule, HistoryLimits, ElsewhereLimits, JoinedLimits):
 
     def _without_rows(self, run: Run) -> Iterable[Finding]:
         """Return the operands without a row whose GEMM's result is too far from its shadow, at two sampled steps or more."""
-        if not (run.has("sum_err2") and run.has("sum_x2")):
-            return
         found: dict[tuple[str, str], list[FarResult]] = {}
-        for far in far_results(run, self.max_result_db, self.min_exact_db):
+        rows = [row for trace in traces(run, self._results) for row in trace.rows]
+        for far in far_results(run, rows, self.max_result_db, self.min_exact_db):
             found.setdefault((far.row["module"], far.row["gemm"]), []).append(far)
         for (module, gemm), all_far in found.items():
             if len(all_far) < self.min_far_steps:

@@ -20,7 +20,8 @@ def take_turns(turns: int) -> None:
 
     @wraps(watch)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        return watch(*args, **({} if kwargs.get("inference") else {"turns": turns}), **kwargs)
+        own = kwargs if kwargs.get("inference") else {"turns": turns, **kwargs}
+        return watch(*args, **own)
 
     if turns > 1:
         fp8debug.watch = watched

@@ -9,12 +9,13 @@ M a^2 b^2, where that is below 1. The tensor's size is that of its row in anothe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8debug.errors import UsageError
 from fp8debug.metrics import limits
 from fp8debug.recipes import Cast
-from fp8debug.rules.reading.bounds import HIGHEST_FLOOR_DB
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.types import OPERANDS, RESULTS, Gemm
 
 if TYPE_CHECKING:
@@ -30,54 +31,54 @@ class FarResult(NamedTuple):
         floor_db: least SQNR that the casts explain.
     """
 
-    row: dict[str, Any]
+    row: Mapping[str, Any]
     operand: str
     floor_db: float
 
 
-def far_results(run: Run, margin_db: float, min_exact_db: float) -> list[FarResult]:
-    """Return results of operands of which one has no row, in order of steps and execution.
+def results_look(max_db: float) -> Look:
+    """Return the look for results of FP8 GEMMs below an SQNR against their shadow."""
+    keys = "actual AND reference = 'shadow'"
+    rows = f"{keys} AND tensor IN ({', '.join(repr(tensor.value) for tensor in RESULTS.values())}) AND cast_name LIKE '% @ %'"
+    return look([Condition("sqnr_db", "<", max_db)], ("sqnr_db", "sum_x2", "numel", "num_tensors"), rows=rows, keys=keys)
+
+
+def far_results(run: Run, rows: Sequence[Mapping[str, Any]], margin_db: float, min_exact_db: float) -> list[FarResult]:
+    """Return those of some results whose operands have no row but one, and which neither cast explains.
 
     Args:
         run: the run.
+        rows: results, of :func:`results_look`.
         margin_db: how far below what the casts explain a result is.
         min_exact_db: SQNR against the exact product of what the GEMM read, below which the GEMM itself is at fault.
     """
-    pairs = " OR ".join(f"(gemm = '{gemm.value}' AND tensor = '{RESULTS[gemm].value}')" for gemm in Gemm)
-    query = (
-        "SELECT step, module, gemm, tensor, cast_name, reference, sqnr_db, sum_x2, numel, num_tensors, call_index, ranks"
-        f" FROM sites WHERE actual AND ({pairs}) AND numel > 0 AND sum_x2 > 0 AND sqnr_db < CASE reference WHEN 'shadow' THEN"
-        f" {HIGHEST_FLOOR_DB} ELSE {min_exact_db} END ORDER BY step, call_index, module, gemm"
-    )
-    rows = run.sql(query).to_pylist()
-    wrong = {(row["step"], row["module"], row["gemm"]) for row in rows if row["reference"] == "exact"}
-    low = [row for row in rows if row["reference"] == "shadow" and (row["step"], row["module"], row["gemm"]) not in wrong]
-    if not low:
+    if not rows:
         return []
-    operands = _operands(run, sorted({row["module"] for row in low}))
+    modules, steps = sorted({row["module"] for row in rows}), sorted({row["step"] for row in rows})
+    query = (
+        "SELECT step, module, gemm, tensor, reference, sum_x2, numel, num_tensors FROM sites WHERE actual"
+        f" AND step IN ({', '.join(map(str, steps))}) AND module IN ({', '.join('?' for _ in modules)})"
+        f" AND (reference = 'operand' OR reference = 'exact' AND sqnr_db < {min_exact_db})"
+    )
+    operands: dict[tuple[int, str], dict[tuple[str, str], dict[str, Any]]] = {}
+    wrong = set[tuple[int, str, str]]()
+    for row in run.sql(query, modules).to_pylist():
+        if row["reference"] == "exact":
+            wrong.add((row["step"], row["module"], row["gemm"]))
+        else:
+            operands.setdefault((row["step"], row["module"]), {})[row["gemm"], row["tensor"]] = row
     sizes = {m["fqn"]: (m.get("in_features"), m.get("out_features")) for m in run.modules}
     found = []
-    for row in low:
-        far = _judged(row, operands.get((row["step"], row["module"]), {}), sizes.get(row["module"], (None, None)), margin_db)
-        if far is not None:
-            found.append(far)
-    return found
-
-
-def _operands(run: Run, modules: list[str]) -> dict[tuple[int, str], dict[tuple[str, str], dict[str, Any]]]:
-    """Return rows of operands by step and module, and there by GEMM and tensor."""
-    query = (
-        "SELECT step, module, gemm, tensor, sum_x2, numel, num_tensors FROM sites WHERE actual AND reference = 'operand'"
-        f" AND module IN ({', '.join('?' for _ in modules)})"
-    )
-    found: dict[tuple[int, str], dict[tuple[str, str], dict[str, Any]]] = {}
-    for row in run.sql(query, modules).to_pylist():
-        found.setdefault((row["step"], row["module"]), {})[row["gemm"], row["tensor"]] = row
+    for row in rows:
+        if (row["step"], row["module"], row["gemm"]) not in wrong:
+            of_step = operands.get((row["step"], row["module"]), {})
+            far = _judged(row, of_step, sizes.get(row["module"], (None, None)), margin_db)
+            found += [far] if far else []
     return found
 
 
 def _judged(
-    row: dict[str, Any], operands: dict[tuple[str, str], dict[str, Any]], shape: tuple[Any, Any], margin_db: float
+    row: Mapping[str, Any], operands: dict[tuple[str, str], dict[str, Any]], shape: tuple[Any, Any], margin_db: float
 ) -> FarResult | None:
     gemm, names = Gemm(row["gemm"]), [tensor.value for tensor in OPERANDS[Gemm(row["gemm"])]]
     lacking = [name for name in names if (gemm.value, name) not in operands]

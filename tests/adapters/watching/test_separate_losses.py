@@ -197,19 +197,22 @@ def actor_and_critic(x: Tensor, model: nn.ModuleDict) -> Tensor:
     logits, value = model["actor"](x), model["critic"](x)
     policy = -(logits.log_softmax(1)[:, :1] * (x[:, :1] - value).detach()).mean()
     entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
-    return policy + 0.5 * (value - x[:, :1]).square().mean() - 0.01 * entropy
+    loss: Tensor = policy + 0.5 * (value - x[:, :1]).square().mean() - 0.01 * entropy
+    return loss
 
 
 def common_trunk(x: Tensor, model: nn.ModuleDict) -> Tensor:
     hidden = model["trunk"](x)
-    return model["actor"](hidden).square().mean() + model["critic"](hidden).square().mean() / 2
+    loss: Tensor = model["actor"](hidden).square().mean() + model["critic"](hidden).square().mean() / 2
+    return loss
 
 
 def auxiliary(x: Tensor, model: nn.ModuleDict) -> Tensor:
     """A probe of an inner layer, whose gradient stops there, and a penalty of the weights."""
     hidden = model["trunk"](x)
     penalty = sum(p.square().sum() for part in ("trunk", "actor", "probe") for p in model[part].parameters())
-    return model["actor"](hidden).square().mean() + model["probe"](hidden.detach()).square().mean() + 1e-4 * penalty
+    loss: Tensor = model["actor"](hidden).square().mean() + model["probe"](hidden.detach()).square().mean() + 1e-4 * penalty
+    return loss
 
 
 @pytest.mark.parametrize(

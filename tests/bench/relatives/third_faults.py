@@ -65,7 +65,8 @@ LOST = ("microbatch", "sum", "wgrad", "accumul")
 
 def of_bytes(data: Tensor, change: Any) -> Tensor:
     """Return codes whose bytes were changed."""
-    return change(data.contiguous().view(torch.uint8).clone()).view(data.dtype)
+    changed: Tensor = change(data.contiguous().view(torch.uint8).clone())
+    return changed.view(data.dtype)
 
 
 # 28: plainly wrong
@@ -463,7 +464,7 @@ def one_group_learns_a_thousandfold(folder: Path) -> None:
         model: Any = fp8debug.convert(Recommender(nn.Linear), "tensorwise_delayed", overrides={"click": None})
         top = list(model.top.parameters())
         others = [p for n, p in model.named_parameters() if not n.startswith("top")]
-        groups = [{"params": others}, {"params": top, "lr": 1.0 if sick else 1e-3}]
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": top, "lr": 1.0 if sick else 1e-3}]
         return model, {"optimizer": torch.optim.AdamW(groups, lr=1e-3)}
 
     twins(folder, make, data=clicks, loss_of=of_clicks, steps=30)

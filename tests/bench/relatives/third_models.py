@@ -268,7 +268,8 @@ class Recommender(nn.Module):
         """Return logits ``[samples]`` of numbers ``[samples, 16]`` and categories ``[samples, 3, 2]``."""
         numbers, categories = features
         parts = [self.bottom(numbers), *(table(categories[:, i]) for i, table in enumerate(self.tables))]
-        return self.click(self.top(torch.cat(parts, -1)))[:, 0].float()
+        clicks: Tensor = self.click(self.top(torch.cat(parts, -1)))
+        return clicks[:, 0].float()
 
 
 def clicks(number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -325,8 +326,9 @@ class Denoiser(nn.Module):
         for _ in range(depth):
             layer = nn.Module()
             layer.attn, layer.mlp = Grouped(linear, is_causal=False), Swiglu(linear)
-            layer.modulate = linear(WIDTH, 6 * WIDTH, bias=False)
-            nn.init.zeros_(layer.modulate.weight)
+            modulate: Any = linear(WIDTH, 6 * WIDTH, bias=False)
+            nn.init.zeros_(modulate.weight)
+            layer.modulate = modulate
             self.layers.append(layer)
         self.norm, self.out = nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 48)
 
@@ -429,7 +431,7 @@ class Shared(nn.Module):
         chosen = (scores + self.bias).topk(2, -1).indices
         shares = scores.gather(1, chosen)
         shares = (shares / shares.sum(-1, keepdim=True)).to(flat.dtype)
-        out = self.shared(flat)
+        out: Tensor = self.shared(flat)
         load = torch.zeros(6)
         for number, expert in enumerate(self.experts):
             rows, place = (chosen == number).nonzero(as_tuple=True)

@@ -25,9 +25,8 @@ from tests.bench.relatives.plain import (
     preference,
     sentences,
 )
-from tests.bench.relatives.stack import NOW, OwnLinear, RowLinear, ao, batch, cross_entropy, lora
+from tests.bench.relatives.stack import NOW, VOCABULARY, OwnLinear, RowLinear, ao, batch, cross_entropy, lora
 from tests.bench.relatives.third_models import (
-    VOCABULARY,
     WIDTH,
     Denoiser,
     Gaussian,
@@ -285,7 +284,8 @@ def sound_unequal_microbatches_with_heavy_tails(folder: Path) -> None:
             self.net = nn.Sequential(RowLinear(64, 256), nn.SiLU(), RowLinear(256, 128), nn.SiLU(), nn.Linear(128, 1))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)[:, 0]
+            scores: Tensor = self.net(x)
+            return scores[:, 0]
 
     def data(number: int) -> tuple[Tensor, Tensor]:
         x = vectors(number)[0][: (16, 256, 48)[number % 3]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8debug import dequantize, quantize
 from fp8debug.recipes import Cast
-from fp8debug.rules.reading.unrecorded_operands import far_results
+from fp8debug.rules.reading.unrecorded_operands import FarResult, far_results
 
 GRADIENT, INPUT, MARGIN, EXACT = "e5m2 tensorwise current", "e4m3fn tensorwise current", 6.0, 30.0
 TOKENS, IN, OUT = 512, 48, 32
@@ -23,25 +23,25 @@ def energy(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-def run_of(g: Tensor, x: Tensor, read: Tensor, *, has_row: bool = False, exact_db: float = 60.0) -> Any:
-    """Return a run of one wgrad, as far as :func:`far_results` asks: of its input there is fprop's row alone."""
+def judged(g: Tensor, x: Tensor, read: Tensor, *, has_row: bool = False, exact_db: float = 60.0) -> list[FarResult]:
+    """Judge a run of one wgrad, as far as :func:`far_results` asks for it: of its input there is fprop's row alone."""
     reference, result = g.double().T @ x.double(), g.double().T @ read.double()
     row = {"step": 3, "module": "up", "gemm": "wgrad", "tensor": "grad_weight", "num_tensors": 1, "call_index": 0, "ranks": [0],
            "cast_name": f"{GRADIENT} @ {INPUT}", "sum_x2": energy(reference), "numel": reference.numel()}  # fmt: skip
     sqnr = 10 * math.log10(energy(reference) / energy(result - reference))
-    results = [{**row, "reference": "shadow", "sqnr_db": sqnr}]
-    if exact_db < EXACT:
-        results.append({**row, "reference": "exact", "sqnr_db": exact_db})
-    common = {"step": 3, "module": "up", "num_tensors": 1}
+    common = {"step": 3, "module": "up", "num_tensors": 1, "reference": "operand"}
     operands = [
         {**common, "gemm": gemm, "tensor": name, "sum_x2": energy(t), "numel": t.numel()}
         for gemm, name, t in (("wgrad", "grad_output", g), ("fprop", "input", x), *([("wgrad", "input", x)] if has_row else []))
     ]
 
-    def sql(query: str, values: Any = ()) -> Any:
-        return SimpleNamespace(to_pylist=lambda: operands if "reference = 'operand'" in query else results)
-
-    return SimpleNamespace(sql=sql, modules=[{"fqn": "up", "in_features": IN, "out_features": OUT}])
+    if exact_db < EXACT:
+        operands.append({**row, "reference": "exact"})
+    run: Any = SimpleNamespace(
+        sql=lambda query, values: SimpleNamespace(to_pylist=lambda: operands),
+        modules=[{"fqn": "up", "in_features": IN, "out_features": OUT}],
+    )
+    return far_results(run, [{**row, "sqnr_db": sqnr}], MARGIN, EXACT)
 
 
 def cast(x: Tensor) -> Tensor:
@@ -63,19 +63,19 @@ def tensors(kind: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["independent", "cancels", "adds", "uneven"])
 def test_a_cast_is_within_what_it_explains(kind: str) -> None:
     g, x = tensors(kind)
-    assert far_results(run_of(g, x, cast(x)), MARGIN, EXACT) == []
+    assert judged(g, x, cast(x)) == []
 
 
 @pytest.mark.parametrize("kind", ["independent", "adds", "uneven"])
 @pytest.mark.parametrize("spoils", [torch.abs, lambda x: x.roll(1, 0), lambda x: x * (torch.arange(IN) % 4 > 0)])
 def test_what_is_not_the_tensor_is_beyond(kind: str, spoils: Callable[[Tensor], Tensor]) -> None:
     g, x = tensors(kind)
-    found = far_results(run_of(g, x, spoils(cast(x))), MARGIN, EXACT)
+    found = judged(g, x, spoils(cast(x)))
     assert [(far.operand, far.row["step"]) for far in found] == [("input", 3)]
 
 
 def test_an_operand_with_a_row_and_a_wrong_gemm_are_left_to_others() -> None:
     g, x = tensors("independent")
-    assert far_results(run_of(g, x, x.abs()), MARGIN, EXACT)
-    assert not far_results(run_of(g, x, x.abs(), has_row=True), MARGIN, EXACT)
-    assert not far_results(run_of(g, x, x.abs(), exact_db=10.0), MARGIN, EXACT)
+    assert judged(g, x, x.abs())
+    assert not judged(g, x, x.abs(), has_row=True)
+    assert not judged(g, x, x.abs(), exact_db=10.0)
