@@ -22,6 +22,18 @@ WIDTH, HIDDEN = 128, 256
 Make = Callable[..., nn.Module]
 
 
+def multiplied_codes(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """Return ``a @ b.t()`` in BF16 of codes ``[M, K]`` and ``[N, K]`` with a scale for each tensor, K padded to 16."""
+    short = -a.shape[1] % 16
+    if short:
+        a, b = (functional.pad(t.contiguous().view(torch.uint8), (0, short)).view(t.dtype) for t in (a, b))
+    kind = ScalingType.TensorWise
+    out: Tensor = functional.scaled_mm(
+        a.contiguous(), b.contiguous().t(), a_scale, kind, b_scale, kind, output_dtype=torch.bfloat16
+    )
+    return out
+
+
 class _Saved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: SavedLinear) -> Tensor:
@@ -83,13 +95,7 @@ class SavedLinear(nn.Linear):
             fault = (self.spoil_gemm or {}).get((gemm, tensor))
             pair.append(fault(data, scale) if fault else (data, scale))
         (a, a_scale), (b, b_scale) = pair
-        short = -a.shape[1] % 16
-        if short:
-            a, b = (functional.pad(t.contiguous().view(torch.uint8), (0, short)).view(t.dtype) for t in (a, b))
-        kind = ScalingType.TensorWise
-        out: Tensor = functional.scaled_mm(
-            a.contiguous(), b.contiguous().t(), a_scale, kind, b_scale, kind, output_dtype=torch.bfloat16
-        )
+        out = multiplied_codes(a, a_scale, b, b_scale)
         change = (self.spoil_result or {}).get(gemm)
         return change(out) if change else out
 

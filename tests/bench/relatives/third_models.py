@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import ScalingType
 
-from tests.bench.relatives.plain import Grouped, Make, Swiglu
+from tests.bench.relatives.plain import Grouped, Make, Swiglu, multiplied_codes
 from tests.bench.relatives.stack import E4M3, E5M2, VOCABULARY, Cast, OwnLinear, pow2_up, train
 from tests.bench.situations.stack import LARGEST, expanded, library, scales_of
 
@@ -38,14 +37,7 @@ def as_it_is(gemm: str, tensor: str, data: Tensor, scale: Tensor) -> Cast:
 def multiplied(gemm: str, first: tuple[str, Tensor, Tensor], second: tuple[str, Tensor, Tensor], spoil: Spoil) -> Tensor:
     """Return ``first @ second.t()`` in BF16."""
     (a, a_scale), (b, b_scale) = spoil(gemm, *first), spoil(gemm, *second)
-    short = -a.shape[1] % 16
-    if short:
-        a, b = (functional.pad(t.contiguous().view(torch.uint8), (0, short)).view(t.dtype) for t in (a, b))
-    kind = ScalingType.TensorWise
-    out: Tensor = functional.scaled_mm(
-        a.contiguous(), b.contiguous().t(), a_scale, kind, b_scale, kind, output_dtype=torch.bfloat16
-    )
-    return out
+    return multiplied_codes(a, a_scale, b, b_scale)
 
 
 class _OneFile(torch.autograd.Function):
