@@ -42,6 +42,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.backends import cuda
 from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -108,6 +109,20 @@ class Job:
         _wait()
         return (time.perf_counter() - start) * 1e3 / steps
 
+    def busy_milliseconds(self, steps: int) -> float:
+        """Train some steps, and return how long in one of them the GPU had work."""
+        _wait()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+            for _ in range(steps):
+                self.step()
+            _wait()
+        spans = sorted((e.time_range.start, e.time_range.end) for e in found.events() if e.device_type.name == "CUDA")
+        busy, until = 0.0, 0.0
+        for start, end in spans:
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return busy / 1e3 / steps
+
 
 def _wait() -> None:
     if DEVICE.type == "cuda":
@@ -115,13 +130,14 @@ def _wait() -> None:
 
 
 class Line(NamedTuple):
-    """A line of the short table; ``value`` is a ratio of speeds, or a share of a step's time that is added."""
+    """A line of the short table; ``value`` is a ratio of speeds, or a share that is added to a step's time, ``busy`` to the GPU's."""
 
     row: str
     size: str
     what: str
     value: str
     details: str
+    busy: str = ""
 
 
 def in_turn(jobs: list[Job], options: argparse.Namespace) -> list[float]:
@@ -164,11 +180,16 @@ def cost(row: str, name: str, size: Size, kind: str, every: int, options: argpar
         if compiles:
             seen.milliseconds(every * (2 * options.turns + 1))  # each block is repeated once, then captured, then replayed
         first, second = in_turn([alone, seen], options)
+        busy = [job.busy_milliseconds(options.steps) for job in (alone, seen)] if DEVICE.type == "cuda" else []
     added = counters["stats"]["unique_graphs"] - before
     same = torch.equal(torch.stack(alone.losses[: len(seen.losses)]), torch.stack(seen.losses))
     bits = ("losses equal" if same else "LOSSES DIFFER") if options.deterministic else "losses not compared"
     details = f"{first:.2f} -> {second:.2f} ms, {bits}, {added} graphs more"
-    return Line(row, name, f"{kind}, every {every}", f"{100 * (second / first - 1):+.1f} %", details)
+    added_busy = ""
+    if busy:
+        added_busy = f"{100 * (busy[1] / busy[0] - 1):+.1f} %"
+        details += f", GPU {busy[0]:.2f} -> {busy[1]:.2f} ms ({added_busy})"
+    return Line(row, name, f"{kind}, every {every}", f"{100 * (second / first - 1):+.1f} %", details, added_busy)
 
 
 def idle(name: str, kind: str, options: argparse.Namespace) -> Line:
@@ -308,7 +329,7 @@ def main() -> None:
     how = options.mode or options.backend
     print(f"\n{where}, torch {torch.__version__}, {how}, {options.blocks} blocks of {options.steps} steps")
     for line in table:
-        print(f"| {line.row} | {line.size} | {line.what} | {line.value} |")
+        print(f"| {line.row} | {line.size} | {line.what} | {line.value} | {line.busy} |")
 
 
 if __name__ == "__main__":
