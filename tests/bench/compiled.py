@@ -130,7 +130,7 @@ def _wait() -> None:
 
 
 class Line(NamedTuple):
-    """A line of the short table; ``value`` is a ratio of speeds, or a share that is added to a step's time, ``busy`` to the GPU's."""
+    """A line of the short table; ``value``: ratio of speeds, or what is added to a step's time; ``busy``: what, to the GPU's time."""
 
     row: str
     size: str
