@@ -130,7 +130,7 @@ def _wait() -> None:
 
 
 class Line(NamedTuple):
-    """A line of the short table; ``value``: ratio of speeds, or what is added to a step's time; ``busy``: what, to the GPU's time."""
+    """A line of the short table; ``value``: ratio of speeds, or what is added to a step's time; ``busy``: to the GPU's."""
 
     row: str
     size: str
