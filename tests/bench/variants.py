@@ -47,7 +47,7 @@ def main() -> None:
     """Print the score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="glob over KIND_NAME, such as 05_*")
-    parser.add_argument("--set", type=int, default=0, help="variations that the tool met together: 1, 2 or 3; 0 for all")
+    parser.add_argument("--set", type=int, default=0, help="variations that the tool met together: 1 to 4; 0 for all")
     parser.add_argument("--verbose", action="store_true", help="print what triage said")
     add_option(parser)
     options = parser.parse_args()
