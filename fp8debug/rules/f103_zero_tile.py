@@ -88,7 +88,8 @@ class ZeroTileNan(Rule):
         that overflow, it counts when the loss is lost too, or when the operands are too small to overflow: amax times amax times
         the length of the sum is less than half of FP16's largest value. So is the first one of a step that was not sampled,
         where the run looked there (watch's check_finite), and a result that was finite when its GEMM had run and is not when it
-        leaves the module (rows never written, memory used again).
+        leaves the module (rows never written, memory used again). Where the loss of the step was not finite before its backward
+        pass began, no result of that pass is accused: F125 says so.
         Where the FP8 weight of a later microbatch is not finite, though the first one's is, its cached copy is
         (nonfinite-cached-weight).
         A result or scale that overflows within 10 steps of a loss above where it began to diverge (F127) is that divergence's
@@ -152,7 +153,8 @@ class ZeroTileNan(Rule):
         if origin is not None and origin.kind != "cast":
             bad_traces = [trace for trace in bad_traces if trace.rows[0]["step"] < origin.step]
         found = sorted((self._finding(run, trace) for trace in bad_traces), key=lambda f: f.order)
-        if origin is not None and origin.kind == "gemm" and not found and largest_product(run, origin.row) <= MAX_RESULT:
+        is_of_gemm = origin is not None and origin.kind == "gemm" and not origin.follows_loss
+        if origin is not None and is_of_gemm and not found and largest_product(run, origin.row) <= MAX_RESULT:
             yield self._of_gemm(run, origin)
         if origin is not None and origin.kind in _FOREIGN and not found and not run.has("loss"):
             yield self._from_outside(origin)

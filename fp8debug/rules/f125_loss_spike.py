@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 #: Of a spike that a movement of a cast's statistics came before, or too little was recorded to tell.
 UNDECIDED = "loss-spike-undecided"
+_BACKWARD = ("dgrad", "wgrad")
 #: Cures of a first NaN or Inf by where it was seen.
 OUTSIDE = "look at what lies before it: the batch, the embedding, a norm, attention or softmax"
 AFTER = "look at the loss function (log of 0, division by 0, a sum that overflows), attention masks and the batch of that step"
@@ -39,7 +40,8 @@ class LossSpikeNotFp8(Rule, CourseLimits):
         A loss that is NaN or Inf is an error, whatever the other rules find, and names the first tensor that held one.
         nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
         function), and no cast or GEMM made it; a gradient that was finite in the Linear before it in the backward pass was
-        made between the two. nonfinite-weight: a weight held it when the step began, and the step before was recorded and
+        made between the two. The backward pass answers to the loss: where that of the step is not finite and the forward pass
+        is, the loss made it, whatever GEMM of that backward pass has the first NaN. nonfinite-weight: a weight held it when the step began, and the step before was recorded and
         finite; where the optimizer's update was NaN or Inf there and its gradient was not, it says so.
         nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
         nobody. nonfinite-overflow: the operands of a GEMM are so large that its result overflows in every format.
@@ -133,6 +135,13 @@ class LossSpikeNotFp8(Rule, CourseLimits):
         again = f"train again from step {start} or before with every=1: the first NaN then names its layer"
         if origin is None or origin.step > step:
             return self._not_seen(finding, run, sampled, lost, origin, again)
+        if origin.follows_loss and origin.kind in ("cast", "gemm"):
+            message = (
+                f"{lost.what}; {_no_linear(run)}: what was read of the forward pass of that step is finite, so the loss function, or"
+                f" what lies between the last Linear and the loss, made it; the {_tensor(origin.row)} of {origin.row['module']}, the"
+                " first NaN/Inf of the tensors, came after it, in the backward pass"
+            )
+            return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
         finding = self._at(finding, origin)
         row, count = origin.row, _elements(origin)
         some = tuple(row["ranks"]) if len(row["ranks"]) < len(run.ranks) else ()
@@ -211,7 +220,7 @@ class LossSpikeNotFp8(Rule, CourseLimits):
             and (f.module or f.code == "F127")
             and f.severity > Severity.INFO
             and f.steps[0] <= until
-            and not (f.steps[0] == finding.steps[0] and all(part.tensor == "grad_output" for part in f.sites))
+            and not (f.steps[0] == finding.steps[0] and all(part.gemm in _BACKWARD for part in f.sites))
         ]
         if finding.severity is not Severity.ERROR:
             return not earlier

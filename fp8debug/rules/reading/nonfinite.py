@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +75,14 @@ class NonfiniteOrigin:
         before: the Linear that was computed before; None for the first.
         poisoned: modules whose operands held a NaN or Inf after it, in execution order: in the same pass of that step those that
             were computed after it, and all in later steps.
+        follows_loss: whether it is of the backward pass of a loss that was not finite itself: no backward pass makes its own loss.
     """
 
     kind: str
     row: Mapping[str, Any]
     before: str | None
     poisoned: tuple[str, ...]
+    follows_loss: bool = False
 
     @property
     def step(self) -> int:
@@ -159,7 +161,8 @@ def _first_searched(run: Run) -> NonfiniteOrigin | None:
                 ranks.setdefault((row["module"], row["kind"], row["gemm"]), []).append(row["rank"])
         origins = [_searched(run, step, *found, own) for found, own in ranks.items()]
         if origins:  # of several ranks the one whose module comes first in execution
-            return min(origins, key=lambda origin: _place({"reference": "", "num_made": 0, **origin.row}))
+            first = min(origins, key=lambda origin: _place({"reference": "", "num_made": 0, **origin.row}))
+            return replace(first, follows_loss=first.row["gemm"] != "fprop" and step in sick_steps)
     return None
 
 
@@ -239,7 +242,8 @@ def _first_sampled(run: Run) -> NonfiniteOrigin | None:
         if kind == "cast" or follows or not is_backward or (kind == "gemm" and cannot_overflow(run, row)):
             row = {**row, "ranks": _sick_ranks(run, row)}
             later = [r for r in rows if r["reference"] == "operand" and r["num_nan"] + r["num_inf"] and is_after(row, r)]
-            return NonfiniteOrigin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
+            return NonfiniteOrigin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later),
+                                   follows_loss=is_backward and run.has("loss") and step in sick_steps)  # fmt: skip
     return None
 
 

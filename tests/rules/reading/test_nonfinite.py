@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from fp8debug.rules import triage
 from fp8debug.rules.reading.nonfinite import first_poison
 from fp8debug.store.read.run import Run
@@ -58,3 +60,18 @@ def test_a_gradient_that_was_nan_one_step_before_the_loss(tmp_path: Path) -> Non
     origin = first_poison(Run(tmp_path / "run"))
     assert origin is not None
     assert (origin.step, origin.kind, origin.row["gemm"]) == (0, "gemm", "dgrad")
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["searched", "sampled"])
+def test_the_loss_comes_before_a_gemm_of_its_own_backward_pass(is_sampled: bool, tmp_path: Path) -> None:
+    """A sum that overflows in the loss function alone: the forward pass is finite, and the first NaN of a tensor is wgrad's."""
+    wgrad = {"nonfinite_module": "blocks.1.down", "nonfinite_origin": "gemm", "nonfinite_gemm": "wgrad"}
+    step = 44 if is_sampled else 45
+    lost = {at: {"loss": math.inf, **(wgrad if at == step else {})} for at in range(step, 50)}
+    found = triage(build(tmp_path / "run", num_steps=50, every=2, steps=lost))
+    assert [(f.code, f.name, f.module, f.origin) for f in found] == [("F125", "nonfinite-from-outside", None, "outside")]
+    assert "the loss function, or what lies between the last Linear and the loss, made it" in found[0].message
+    assert "the wgrad grad_weight of blocks.1.down, the first NaN/Inf of the tensors, came after it" in found[0].message
+    assert found.classification is not None and found.classification["cause"] == "not-fp8"
+    earlier = {at: {"loss": math.inf} for at in range(step + 1, 50)} | {step: wgrad}
+    assert "F103" in {f.code for f in triage(build(tmp_path / "earlier", num_steps=50, every=2, steps=earlier))}
