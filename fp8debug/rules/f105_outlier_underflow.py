@@ -13,6 +13,7 @@ from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.forecasts import ForecastLimits, underflow_ahead
 from fp8debug.rules.reading.outlier_spread import spread_log2
+from fp8debug.rules.reading.rounded_twice import ExactCastLimits, rounded_again
 from fp8debug.rules.reading.traces import RUNNING, Trace, has_fp8, percent, times, traces
 from fp8debug.types import Gemm, TensorRole
 
@@ -36,6 +37,8 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
         amax far above the median may be in other rows, so that few nonzero elements of a tensor of zeros are no finding: a
         squared ReLU has that many just above 0. In a run without FP8 the cast that
         plain_recipe tries at the input is judged in the same way: the finding says what would underflow, one severity lower.
+        Where the module's weight was made by another cast (F137), and a what-if cast of the input leaves less than half of the
+        underflow, the recipe is at fault and not the input: it is information beside that finding.
 
     Why it matters
         The outlier is nearly all of the tensor's energy, so SQNR and cosine rise while the information of all other
@@ -91,6 +94,9 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
             return
         sites = [trace for rows in self._looks for trace in traces(run, rows)]
         found = [self._with_cure(finding, run) for finding in self._flushed(sites)]
+        weights = rounded_again(run, ExactCastLimits()) if found else []
+        exact = {trace.module: cast for trace, cast in weights if trace.gemm == "fprop"}
+        found = [self._beside_rounded_twice(finding, exact.get(finding.module or ""), run) for finding in found]
         yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self)
 
     @property
@@ -170,6 +176,32 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
         width = next((m.get("in_features") for m in run.modules if m["fqn"] == site.module), None)
         left = measured if measured is not None else 128 / max(128, width or 0)
         return left < site.value / 2
+
+    def _beside_rounded_twice(self, finding: Finding, exact: str | None, run: Run) -> Finding:
+        """Return the finding as information where a recorded cast leaves less than half, and made the weight.
+
+        Args:
+            finding: of an input.
+            exact: the what-if cast that holds the module's weight without error, which the running one rounds again (F137).
+            run: the run.
+        """
+        if exact is None or finding.value is None:
+            return finding
+        rows = run.table(("step", "cast_name", "underflow_nonzero_rate"), finding.module, "fprop", "input", actual=False)
+        rates: dict[str, float] = {}
+        for row in rows.to_pylist():
+            rate = row["underflow_nonzero_rate"]
+            if rate is not None:
+                rates[row["cast_name"]] = max(rate, rates.get(row["cast_name"], 0.0))
+        best = min(rates, key=lambda name: rates[name], default=None)
+        if best is None or rates[best] >= finding.value / 2:
+            return finding
+        words = (
+            f"{finding.message}; the weight was made by {exact} (F137), and for the input {best}, recorded beside it, leaves at"
+            f" most {percent(rates[best])}"
+        )
+        cure = f"cast this module by the recipe that holds its weight exactly: {best} for the input; else {finding.cure}"
+        return replace(finding, severity=Severity.INFO, message=words, cure=cure)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to rows that poison the others (F117), which look like an outlier from afar."""

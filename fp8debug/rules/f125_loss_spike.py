@@ -39,12 +39,13 @@ class LossSpikeNotFp8(Rule, CourseLimits):
         Where another model of the process trains by a loss of its own (F127), the message says that the loss need not fall.
         A loss that is NaN or Inf is an error, whatever the other rules find, and names the first tensor that held one.
         nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
-        function), and no cast or GEMM made it; a gradient that was finite in the Linear before it in the backward pass was
-        made between the two. The backward pass answers to the loss: where that of the step is not finite and the forward pass
-        is, the loss made it, whatever GEMM of that backward pass has the first NaN. nonfinite-weight: a weight held it when the step began, and the step before was recorded and
-        finite; where the optimizer's update was NaN or Inf there and its gradient was not, it says so.
-        nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
-        nobody. nonfinite-overflow: the operands of a GEMM are so large that its result overflows in every format.
+        function), and no cast or GEMM made it; a gradient that was finite in the Linear before it in the backward pass
+        was made between the two. The backward pass answers to the loss: where that of the step is not finite and the
+        forward pass is, the loss made it, whatever GEMM of that backward pass has the first NaN. nonfinite-weight: a
+        weight held it when the step began, and the step before was recorded and finite; where the optimizer's update
+        was NaN or Inf there and its gradient was not, it says so. nonfinite-loss-unseen: it came between two sampled
+        steps, which blames nobody and clears nobody. nonfinite-overflow: the operands of a GEMM are so large that its
+        result overflows in every format.
         nonfinite-loss: a GEMM made it in a module that does not run in FP8.
 
     Why it matters
@@ -137,9 +138,9 @@ class LossSpikeNotFp8(Rule, CourseLimits):
             return self._not_seen(finding, run, sampled, lost, origin, again)
         if origin.follows_loss and origin.kind in ("cast", "gemm"):
             message = (
-                f"{lost.what}; {_no_linear(run)}: what was read of the forward pass of that step is finite, so the loss function, or"
-                f" what lies between the last Linear and the loss, made it; the {_tensor(origin.row)} of {origin.row['module']}, the"
-                " first NaN/Inf of the tensors, came after it, in the backward pass"
+                f"{lost.what}; {_no_linear(run)}: what was read of the forward pass of that step is finite, so the loss function,"
+                f" or what lies between the last Linear and the loss, made it; the {_tensor(origin.row)} of"
+                f" {origin.row['module']}, the first NaN/Inf of the tensors, came after it, in the backward pass"
             )
             return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
         finding = self._at(finding, origin)

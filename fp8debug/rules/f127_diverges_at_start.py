@@ -44,7 +44,8 @@ class DivergesAtStart(Rule):
         underflow that begin with it or after it are its consequences. What a cast does cannot enlarge an update of Adam,
         which divides by the size of the gradients; an update that the gradient explains yields to a fault of a cast before it.
         Where few weights have such updates and the loss falls on after the last of them, this is information: a gate that
-        starts near zero and has a learning rate of its own.
+        starts near zero and has a learning rate of its own. So it is where the first step of the run alone has them, by its
+        learning rate, and the loss ends below the one before it, as of Adagrad.
 
     Why it matters
         Training that fails at once fails everywhere: a wrong flag, a broken kernel or library, a learning rate or a
@@ -131,7 +132,20 @@ class DivergesAtStart(Rule):
         if not is_everywhere and falls_on(run, large.steps[-1], max_rise=self.min_rise, min_history=self.min_history):
             words = f"{large.size}{num}; the loss falls on, as with a learning rate that is meant for a gate or a scale"
             return replace(finding, severity=Severity.INFO, message=words, cure=f"none if it is meant, else {large.cure}")
+        if not is_everywhere and self._is_of_first_step(run, large):
+            words = f"{large.size}{num}, in its first step alone, and the loss ends below the one before it"
+            return replace(finding, severity=Severity.INFO, message=words, cure=f"none needed, else {large.cure}")
         return replace(finding, severity=Severity.ERROR) if is_everywhere or len(large.steps) > 1 else finding
+
+    def _is_of_first_step(self, run: Run, large: LargeUpdates) -> bool:
+        """Return whether the run's first step alone is that large, by the learning rate, and the loss came back.
+
+        An optimizer that divides by the sum of all squares so far (Adagrad) moves each element by the learning rate then, and by
+        less from there on.
+        """
+        first = min(run.steps_range)
+        is_first = large.steps == (first,) and large.cause == "learning-rate"
+        return is_first and falls_on(run, first, max_rise=math.inf, min_history=self.min_history)
 
     def _diverged(self, run: Run) -> Iterable[Finding]:
         steps, losses = read_losses(run)

@@ -37,7 +37,7 @@ _SUMS = (
     " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
     " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved,"
     " CAST(sum(num_moved) AS DOUBLE) AS num_moved, sum(sum_update2) AS update2, CAST(sum(num_sampled) AS DOUBLE) AS num_sampled,"
-    " max(num_moved) AS most_moved, sum(sum_weight2) AS weight2, sum(sum_grad2) AS grad2"
+    " max(num_moved) AS most_moved, sum(sum_weight2) AS weight2, sum(sum_grad2) AS grad2, max(sum_moment2) AS moment2"
 )
 _LEFT_OUT = (
     "check what the optimizer does with this weight: a group that it skips, an update of a copy that is never written back, or"
@@ -77,6 +77,12 @@ _RATE = (
 )
 
 
+_MOMENT = (
+    "keep the first moment in FP32 or BF16, or with a scale per block: in FP8 without a scale what is below its smallest value"
+    " becomes 0; no cast of a GEMM changes it"
+)
+
+
 @dataclass(frozen=True)
 class UpdatesRoundedAway(Rule):
     """The optimizer writes its updates into weights of a dtype too coarse for them, and most round back to the old value.
@@ -106,6 +112,8 @@ class UpdatesRoundedAway(Rule):
         error_gain on, a warning; information of a norm or bias, as a gain of 1 stands in BF16 at usual learning rates.
         weight-not-updated: no element of a weight in FP32 moved in any sampled step, though it has a gradient, its updates are
         large enough for FP32, and the same optimizer moves other weights.
+        first-moment-lost: the same where the first moment that the optimizer keeps is 0 at all these steps, whether others move
+        or not: it is kept in too few bits, and what is small became 0. No layer is accused.
 
     Why it matters
         Training stands still beside its FP32 twin while every cast is healthy. Two BF16 values of size 0.03 lie 1.2e-4 apart:
@@ -185,8 +193,10 @@ class UpdatesRoundedAway(Rule):
         query = _BEGUN_IN_FP8.format(10 ** (-self.min_exact_db / 10))
         kept = {row["module"]: row for row in run.sql(query).to_pylist()} if run.has("sum_err2") else {}
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
+        parameters = self._of_parameters(run)
+        yield from self._without_moment(run, rows, list(parameters.values()))
         for row in sorted(rows, key=lambda row: (places.get(row["module"], 0), row["module"])):
-            if row["num"] < self.min_steps:
+            if row["num"] < self.min_steps or _has_no_moment(row):
                 continue
             if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
                 yield self._left_out(run, row, f"the weight of {row['module']}", places.get(row["module"], 0))
@@ -200,14 +210,39 @@ class UpdatesRoundedAway(Rule):
                 yield found
             elif row["module"] in kept and (found := self._kept_in_fp8(run, kept[row["module"]], places.get(row["module"], 0))):
                 yield found
-        yield from self._parameters(run, moving)
+        yield from self._parameters(run, parameters, moving)
 
-    def _parameters(self, run: Run, moving: set[str]) -> Iterable[Finding]:
-        """Return the findings of parameters that no watched GEMM has."""
+    def _of_parameters(self, run: Run) -> dict[str, dict[str, Any]]:
+        """Return the sums of parameters that no watched GEMM has, by name, of those with enough steps."""
         query = f"SELECT parameter, {_SUMS} FROM parameters WHERE role <> 'buffer' AND {_JUDGED} GROUP BY parameter"
-        rows = {row["parameter"]: row for row in run.sql(query).to_pylist() if row["num"] >= self.min_steps}
+        return {row["parameter"]: row for row in run.sql(query).to_pylist() if row["num"] >= self.min_steps}
+
+    def _without_moment(
+        self, run: Run, rows: Sequence[Mapping[str, Any]], parameters: Sequence[Mapping[str, Any]]
+    ) -> Iterable[Finding]:
+        """Return the first moments that are 0 under gradients that are not, as one finding."""
+        weights = [row for row in rows if row["num"] >= self.min_steps]
+        lost = [row for row in (*weights, *parameters) if _has_no_moment(row)]
+        if not lost:
+            return
+        first, name = lost[0], lost[0].get("module") or lost[0]["parameter"]
+        others = [row["moved"] for row in weights if row["moved"] and row["optimizer"] == first["optimizer"]]
+        rest = ""
+        if others and max(others) < 1 - self.max_lost:
+            rest = f"; of the other weights at most {percent(max(others))} of the elements with a gradient move in a step"
+        message = (
+            f"the first moment that {first['optimizer']} keeps of {name} is 0 at all {first['num']} sampled steps, under"
+            f" gradients that are not, and no element moves, as of {len(lost)} of {len(weights) + len(parameters)} weights and"
+            f" parameters{rest}: it is kept in too few bits"
+        )
+        severity = Severity.ERROR if "module" in first else Severity.WARNING
+        yield Finding(code=self.code, name="first-moment-lost", severity=severity, steps=(first["first"], first["last"]),
+                      ranks=tuple(run.ranks), value=0.0, threshold=self.min_moved, message=message, cure=_MOMENT)  # fmt: skip
+
+    def _parameters(self, run: Run, rows: Mapping[str, Mapping[str, Any]], moving: set[str]) -> Iterable[Finding]:
+        """Return the findings of parameters that no watched GEMM has."""
         moving = moving | {row["optimizer"] for row in rows.values() if row["most_moved"]}
-        for name in in_order(rows):
+        for name in in_order({name for name, row in rows.items() if not _has_no_moment(row)}):
             row, place = {**rows[name], "module": name}, census_of(run).place(name)
             if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
                 found = replace(self._left_out(run, row, name, place), severity=Severity.WARNING)
@@ -414,6 +449,12 @@ def _last_alike(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]
 
 def _is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
+
+
+def _has_no_moment(row: Mapping[str, Any]) -> bool:
+    """Return whether an FP32 weight never moves as the first moment of its gradients, which are large enough, is 0."""
+    may_move = _is_finite(row["grad2"]) and _may_move({**row, "intended2": None})
+    return row["most_moved"] == 0 and row["moment2"] == 0 and may_move
 
 
 def _may_move(row: Mapping[str, Any]) -> bool:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Look, look
-from fp8debug.rules.reading.traces import Trace, traces
-from fp8debug.rules.reading.weights import spans_binades
+from fp8debug.rules.reading.conditions import Look
+from fp8debug.rules.reading.rounded_twice import ExactCastLimits, held_exactly, rounded_again
+from fp8debug.rules.reading.traces import Trace
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)
-class RoundedTwice(Rule):
+class RoundedTwice(Rule, ExactCastLimits):
     """A weight lies on an FP8 grid already, and the running cast rounds it again under other scales.
 
     What it detects
@@ -48,33 +48,14 @@ class RoundedTwice(Rule):
     columns = ("sum_err2", "sum_x2")
     cure = "keep the checkpoint's own codes and scales, or use the cast that holds the weight exactly"
 
-    min_exact_db: float = 100.0
-    max_sqnr_db: float = 45.0
-    min_binades: int = 8
-    min_elements: int = 1024
-
-    @property
-    def _look(self) -> Look:
-        kind = "NOT actual AND reference = 'operand' AND tensor = 'weight'"
-        return look([Condition("sqnr_db", ">=", self.min_exact_db), f"numel >= {self.min_elements}"], (), rows=kind, keys=kind)
-
     def looks(self) -> Iterable[Look]:
         """Return the weights that a what-if cast holds exactly."""
-        yield self._look
+        yield held_exactly(self)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that the running cast rounds once more."""
-        exact = {(t.module, t.gemm): t for t in traces(run, self._look)}
-        if not exact:
-            return
-        steps = {(t.module, t.gemm): {row["step"] for row in t.rows} for t in exact.values()}
-        bad = f"sqnr_db < {self.max_sqnr_db} AND tensor = 'weight'"
-        running = look([bad], ["sqnr_db", "log2_hist", "range_log2"])
-        for whole in traces(run, running, [(module, step) for (module, _), at in steps.items() for step in at]):
-            key = whole.module, whole.gemm
-            trace = whole.where(lambda row, key=key: row["step"] in steps.get(key, ()) and spans_binades(row, self.min_binades))  # type: ignore[misc]  # bound now
-            if trace is not None:
-                yield self._finding(trace, exact[key].cast_name)
+        for trace, exact in rounded_again(run, self):
+            yield self._finding(trace, exact)
 
     def _finding(self, trace: Trace, exact: str) -> Finding:
         row = trace.rows[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
 from fp8debug.rules.reading.model_structure import share_input
-from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
+from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED, ROUNDED_TO_ZERO
 from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import ElsewhereLimits, percent
 from fp8debug.types import Gemm, not_observed, not_observed_code
@@ -22,7 +22,7 @@ _ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MAS
     *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined", "uses"),
     "unheld",
 )
-_BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER = "beyond", "averaged", "own factor", "after"
+_BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER, _ROUNDED = "beyond", "averaged", "own factor", "after", "rounded"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
@@ -32,7 +32,7 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
           _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer",
           _BEYOND: "gradient-out-of-size", _AVERAGED: "gradient-averaged-twice", _OWN_FACTOR: "gradient-of-another-factor",
-          _AFTER: "gradient-changed-after-dgrad"}  # fmt: skip
+          _AFTER: "gradient-changed-after-dgrad", _ROUNDED: ROUNDED_TO_ZERO}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -62,6 +62,8 @@ _CURES = {
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
     _MASKED: "if no mask or hook freezes these elements on purpose, check what writes weight.grad after wgrad: shards that are"
     " not gathered, a buffer that is filled in part",
+    _ROUNDED: "reduce and keep gradients in BF16 or FP32, or in FP8 with a scale per block (a compressed reduction, a buffer in"
+    " FP8); none if the program keeps the largest gradients alone on purpose",
     _JOINED: "if neither a loss of the weights themselves, gradient noise nor a factor per layer is meant, check what else writes"
     " weight.grad before the step: a placeholder or shared buffer that is not zeroed and is added to a fused wgrad's main_grad",
     _BEYOND: "check the kernels between wgrad's GEMM and weight.grad (an epilogue, a reduction, unpadding: columns or rows that"
@@ -90,29 +92,34 @@ class GradientLost(Rule):
     """The optimizer does not get the gradient of its microbatches: one of them alone, none, or a multiple.
 
     What it detects
-        weight.grad when a torch optimizer steps, against the gradients that wgrad gave in each backward pass of the step, on
-        sampled columns: gradient-emptied (it is what came after weight.grad was found empty once more: zero_grad between
-        microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone), gradient-of-first-microbatch,
-        gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just
-        before, and no wgrad of the step went unseen), gradient-lost (all zeros, where wgrad was not), gradient-absent (None,
-        and the weight stands still while others move), gradient-never-computed (the same where no wgrad ran for a weight that
-        requires a gradient), gradient-without-optimizer (no step of an optimizer has the weight, which has a gradient and
-        stands to the last digit, while other weights are updated; information where none of these runs before it, as of a
-        program that trains its last layers alone), gradient-weighted (another multiple of the first of two passes than of the
-        second, where nothing emptied weight.grad between them: a program that does may join the gradients of two losses as it
-        likes), gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as
-        large as one use's, and not as their sum; or of a module that is called several times in the only pass, it is one
-        call's), gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one
-        call's gradient than of the other's: one is counted twice, or scaled), gradient-in-part (zeros where wgrad gave none,
-        as a mask leaves them, which is information), gradient-scaled-at-step (the same multiple above 1 of the sum in all
-        modules), gradient-joined, information: in a run of one rank, weight.grad has more than wgrad gave, in several modules
-        that share no weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A
-        common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
-        so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding that is
-        tied to a head, noise), nothing is concluded; nor where an optimizer steps on copies of its own; nor of multiples where
-        wgrad's result is multiplied after its GEMM, which is where passes are read. A pass before another optimizer's step
-        does not count: it is of that one's loss (a generator's gradients of the discriminator); nor does one of
-        torch.autograd.grad, or one after which the weight was changed before the next (an ascent step).
+        weight.grad when a torch optimizer steps, against the gradients that wgrad gave in each backward pass of the
+        step, on sampled columns: gradient-emptied (it is what came after weight.grad was found empty once more:
+        zero_grad between microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone),
+        gradient-of-first-microbatch, gradient-kept (it still holds that of earlier steps when a step begins, though
+        the same optimizer stepped just before, and no wgrad of the step went unseen), gradient-lost (all zeros, where
+        wgrad was not), gradient-absent (None, and the weight stands still while others move), gradient-never-computed
+        (the same where no wgrad ran for a weight that requires a gradient), gradient-without-optimizer (no step of an
+        optimizer has the weight, which has a gradient and stands to the last digit, while other weights are updated;
+        information where none of these runs before it, as of a program that trains its last layers alone),
+        gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
+        weight.grad between them: a program that does may join the gradients of two losses as it likes, and one that
+        clips after each microbatch clips the first one's twice, by another factor at each step), gradient-of-one-use
+        (of a weight that modules share and that each of them multiplies once a step, it is as large as one use's, and
+        not as their sum; or of a module that is called several times in the only pass, it is one call's),
+        gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one
+        call's gradient than of the other's: one is counted twice, or scaled), gradient-in-part (zeros where wgrad gave
+        none, as a mask leaves them, which is information), gradient-rounded-to-zero (such zeros, while what is left
+        holds most of the square of wgrad's result: the small elements became 0, as in FP8 without a scale; with one
+        microbatch), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules), gradient-joined,
+        information: in a run of one rank, weight.grad has more than wgrad gave, in several modules that share no
+        weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A common
+        factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
+        so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding
+        that is tied to a head, noise), nothing is concluded; nor where an optimizer steps on copies of its own; nor of
+        multiples where wgrad's result is multiplied after its GEMM, which is where passes are read. A pass before
+        another optimizer's step does not count: it is of that one's loss (a generator's gradients of the
+        discriminator); nor does one of torch.autograd.grad, or one after which the weight was changed before the next
+        (an ascent step).
 
     Why it matters
         The run trains on a part of its batch, or not at all. Nothing is NaN, every cast is clean, the loss is worse or noisier;
@@ -161,6 +168,9 @@ class GradientLost(Rule):
         - gradient-without-optimizer: min_empty_steps sampled steps; the sums of the weight differ by 1e-9 of their size at most.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
+        - max_lost_square 0.5: of gradient-rounded-to-zero, share of the square of wgrad's result that is lost over the share of
+          the elements that are: 1 where a mask takes them whatever they are. Closed form for Gaussian elements: 0.58 where the
+          smaller 88 % are 0, 0.14 where half are, less of heavier tails and where others are rounded up.
         - max_unit_gain 2: gain of codes over their tensor (or its inverse) beyond which a scale_inv of 1 is not the tensor's own,
           so that wgrad's result is multiplied after its GEMM; as in F113.
         - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839, pytorch #180952 and
@@ -188,6 +198,7 @@ class GradientLost(Rule):
     min_use_steps: int = 3
     min_part_rate: float = 0.05
     max_zero_rate: float = 0.001
+    max_lost_square: float = 0.5
     min_joined_gain: float = 1.25
     min_size_ratio: float = 1000.0
     max_usual_ratio: float = 10.0
@@ -227,7 +238,8 @@ class GradientLost(Rule):
             shown = {
                 module: ill
                 for module, ill in found.get(kind, {}).items()
-                if len(ill) >= min(self.min_steps, num_steps[module]) or (kind == _KEPT and module in large)
+                if (len(ill) >= min(self.min_steps, num_steps[module]) or (kind == _KEPT and module in large))
+                and not (kind == _UNEQUAL and self._is_clipped(ill))
             }
             yield from self._finding(run, kind, shown, places)
         known = {module for modules in found.values() for module in modules}
@@ -399,6 +411,15 @@ class GradientLost(Rule):
         left = 1 - (a * xg + b * yg) / row["given2"]
         return (a, b) if left < self.max_part_nmse and min(a, b) > 0 else None
 
+    def _is_clipped(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the first of two passes has a smaller factor at each step, and another one at different steps.
+
+        A program that clips after each microbatch clips the first one's gradient once more, by its size: no factor of a hook or a
+        scaler is another one at each step.
+        """
+        factors = [pair[0] / pair[1] for pair in map(self._factors, rows) if pair is not None]
+        return len(factors) > 1 and max(factors) < 1 and max(factors) >= self.min_gain * min(factors)
+
     def _scaled(self, run: Run, rows: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the finding of gradients that are the same multiple of their sums in all modules and steps."""
         sums = [
@@ -463,8 +484,9 @@ class GradientLost(Rule):
         query = (
             "SELECT u.module AS module, u.step AS step, u.num_grad IS NULL AS absent, g.sum_y2 AS passes2,"
             " u.num_moved AS num_moved, coalesce(u.num_grad, 0) AS num_grad, u.num_sampled AS num_sampled,"
-            " g.zero_rate AS zero_rate FROM updates u JOIN"
-            " (SELECT step, module, max(sum_y2) AS sum_y2, max(num_zero / numel) AS zero_rate FROM raw"
+            " g.zero_rate AS zero_rate, (u.sum_grad2 / u.num_sampled) / g.square AS kept_square FROM updates u JOIN"
+            " (SELECT step, module, max(sum_y2) AS sum_y2, max(num_zero / numel) AS zero_rate,"
+            " max(sum_y2 / numel) FILTER (num_tensors = 1) AS square FROM raw"
             " WHERE actual AND tensor = 'grad_weight' AND reference = 'shadow'"
             f" AND num_nan + num_inf = 0 AND num_zero <= {1 - self.min_nonzero_rate} * numel"
             " GROUP BY step, module) g ON g.step = u.step AND g.module = u.module"
@@ -475,12 +497,14 @@ class GradientLost(Rule):
         modules: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             modules.setdefault(row["module"], []).append(row)
-        for kind in (_EMPTY, _ABSENT, _MASKED):
+        rounded: set[str] = set()
+        for kind in (_EMPTY, _ABSENT, _ROUNDED, _MASKED):
             shown = {}
             for module, seen in modules.items():
                 ill = _to_the_end(seen, lambda row, kind=kind: self._has_none(row, kind))  # type: ignore[misc]  # bound now
-                if module not in known and len(ill) >= self.min_empty_steps and (kind != _ABSENT or moves):
+                if module not in known | rounded and len(ill) >= self.min_empty_steps and (kind != _ABSENT or moves):
                     shown[module] = ill
+            rounded |= set(shown) if kind == _ROUNDED else set()
             yield from self._finding(run, kind, shown, places)
         yield from self._without_wgrad(run, known, places)
 
@@ -533,18 +557,24 @@ class GradientLost(Rule):
         """Return whether an optimizer gets a gradient of zeros, in part or in whole, or none while the weight stands still."""
         if kind == _EMPTY:
             return not row["absent"] and not row["num_grad"]
-        if kind == _MASKED:
+        if kind in (_ROUNDED, _MASKED):
             is_whole = row["zero_rate"] <= self.max_zero_rate and row["num_sampled"]
-            return bool(is_whole and 0 < row["num_grad"] <= (1 - self.min_part_rate) * row["num_sampled"])
+            is_part = bool(is_whole and 0 < row["num_grad"] <= (1 - self.min_part_rate) * row["num_sampled"])
+            return is_part and (kind == _MASKED or self._keeps_the_large(row))
         return bool(row["absent"]) and not row["num_moved"]
+
+    def _keeps_the_large(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the elements of a gradient that are not 0 hold most of the square of wgrad's result."""
+        lost = 1 - row["num_grad"] / row["num_sampled"]
+        return row["kept_square"] is not None and 1 - row["kept_square"] <= self.max_lost_square * lost
 
     def _finding(
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
-        severity = {_ABSENT: Severity.WARNING, _USES: Severity.WARNING, _NEVER: Severity.WARNING, _SCALED: Severity.WARNING,
-                    _UNHELD: Severity.WARNING, _AVERAGED: Severity.WARNING, _OWN_FACTOR: Severity.INFO,
-                    _MASKED: Severity.INFO, _JOINED: Severity.INFO}.get(kind, Severity.ERROR)  # fmt: skip
+        warnings = (_ABSENT, _USES, _NEVER, _SCALED, _ROUNDED, _UNHELD, _AVERAGED)
+        severity = Severity.WARNING if kind in warnings else Severity.ERROR
+        severity = Severity.INFO if kind in (_OWN_FACTOR, _MASKED, _JOINED) else severity
         others = f", as in {_counted(len(shown) - 1, 'other module')}" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]
@@ -561,10 +591,8 @@ class GradientLost(Rule):
         """Return value, threshold and words of a way in which a gradient is lost."""
         if kind in _TEXTS:
             return 0.0, 0.0, _TEXTS[kind]
-        if kind == _MASKED:
-            lost = 1 - row["num_grad"] / row["num_sampled"]
-            text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none, for the weight"
-            return lost, self.min_part_rate, text
+        if kind in (_MASKED, _ROUNDED):
+            return self._told_of_zeros(kind, row)
         if kind in (_AVERAGED, _OWN_FACTOR):
             told = f"gets {row['ratio']:.3g} times as much of the sum of its microbatches' gradients as most others do"
             verb = "divided" if row["ratio"] < 1 else "multiplied"
@@ -603,6 +631,17 @@ class GradientLost(Rule):
         part = {_SINCE: "the gradient of the passes after weight.grad was emptied", _LAST: "the gradient of the last pass",
                 _FIRST: "the gradient of the first pass"}[kind]  # fmt: skip
         return nmse, self.min_sum_nmse, f"steps with {part}, {share} of the sum of all by norm, for the weight"
+
+    def _told_of_zeros(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
+        """Return the same of a gradient that is 0 in part."""
+        lost = 1 - row["num_grad"] / row["num_sampled"]
+        text = f"gets a weight.grad with zeros in {percent(lost)} of its elements, where wgrad gave none,"
+        if kind == _ROUNDED:
+            text += (
+                f" while the others hold {row['kept_square']:.2g} times the square of wgrad's result: the small ones became 0"
+                " after it, as in FP8 without a scale,"
+            )
+        return lost, self.min_part_rate, f"{text} for the weight"
 
     def _told_of_uses(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
         """Return the same of the uses of a weight, by several modules or by several calls of one."""

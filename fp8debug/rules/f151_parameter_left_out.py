@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.census import NOT_RECORDED, Census, census_of, described, has_census, in_order, module_of
 from fp8debug.rules.reading.nonfinite import first_poison
+from fp8debug.rules.reading.optimizer_steps import ROUNDED_TO_ZERO
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -120,6 +121,11 @@ class ParameterLeftOut(Rule):
             if kind is None or (kind != _UNHELD and census.runs_around(name) is False):
                 continue
             yield self._finding(run, census, row, kind)
+
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield, where a gradient is 0, to what rounds small gradients to 0 (F149)."""
+        is_rounded = any(other.name == ROUNDED_TO_ZERO for other in others)
+        return not is_rounded or any(part.name != _ZERO for part in finding.sites)
 
     def _kind(self, row: Mapping[str, Any]) -> str | None:
         """Return in which way a parameter is left out at all its sampled steps; None for one that is trained."""

@@ -486,6 +486,18 @@ def test_a_gate_with_a_learning_rate_of_its_own_is_no_divergence(tmp_path: Path,
     assert classification["class"] == ("divergence" if harm else "loss-fine")
 
 
+@pytest.mark.parametrize("comes_back", [True, False], ids=["comes back", "stays up"])
+def test_the_first_step_of_adagrad_moves_each_element_by_the_learning_rate(tmp_path: Path, comes_back: bool) -> None:
+    """It divides by the sum of all squares so far: the loss jumps, and soon lies below its first value."""
+    own = {"optimizer": "Adagrad", "beta1": None, "beta2": None, "lr": 0.02, "max_update": 0.02, "sum_update2": 8192 * 0.02**2}
+    own |= dict.fromkeys(("num_intended", "sum_intended2"))
+    rise = {step: {"loss": 9.0 - 0.01 * step} for step in range(1, 7 if comes_back else 100)}
+    updates = lambda step, name: own if name == sick.CULPRIT and step == 0 else {}  # noqa: E731  # of one line
+    (found,) = (f for f in triage(build(tmp_path / "run", steps=rise, updates=updates)) if f.code == "F127")
+    assert found.severity is (Severity.INFO if comes_back else Severity.ERROR)
+    assert ("in its first step alone, and the loss ends below the one before it" in found.message) is comes_back
+
+
 @pytest.mark.parametrize(
     ("changes", "cause", "cure"),
     [
@@ -578,6 +590,30 @@ def test_a_weight_that_the_optimizer_leaves_out(tmp_path: Path, change: dict[str
     assert named == ([("F135", "weight-not-updated", sick.CULPRIT)] if is_left_out else [])
 
 
+@pytest.mark.parametrize(("moment", "is_lost"), [(0.0, True), (1e-4, False), (None, False)])
+@pytest.mark.parametrize("modules", [(sick.CULPRIT,), tuple(name for name, _, _ in MODULES)], ids=["one", "all"])
+def test_a_first_moment_that_is_zero_is_no_weight_that_was_left_out(
+    tmp_path: Path, modules: Sequence[str], moment: float | None, is_lost: bool
+) -> None:
+    """As one in E4M3 without a scale: the optimizer writes its updates, and they are 0."""
+    row = {
+        "dtype": "float32",
+        "num_moved": 0,
+        "num_intended": None,
+        "sum_intended2": None,
+        "sum_grad2": 1.0,
+        "sum_moment2": moment,
+    }
+    found = triage(build(tmp_path / "run", updates=lambda step, module: row if module in modules else {}))
+    named = [(f.name, f.module, f.severity) for f in found if f.code == "F135"]
+    if is_lost:
+        assert named == [("first-moment-lost", None, Severity.ERROR)]
+        assert f"of {modules[0]} is 0 at all 10 sampled steps" in found[0].message
+        assert found[0].cure.startswith("keep the first moment in FP32")
+    else:
+        assert named == ([("weight-not-updated", sick.CULPRIT, Severity.ERROR)] if len(modules) == 1 else [])
+
+
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_an_expert_without_tokens_is_left_out_of_a_step_and_nothing_is_rounded_away(tmp_path: Path, has_gradient: bool) -> None:
     """Adam's state asks for an update at each step; the optimizer makes it only where there is a gradient."""
@@ -595,6 +631,46 @@ def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: 
     doubled = {"sum_given2": 5.0, "sum_given_passes": 3.0, "sum_given_since": 3.0, "sum_given_last": 1.0, "sum_given_first": 2.0}
     (finding,) = triage(build(tmp_path / "run", updates=sick.given(sick.CULPRIT, **doubled)))
     assert (finding.code, finding.name, finding.module, finding.value) == ("F149", "gradient-weighted", sick.CULPRIT, 2.0)
+
+
+def twice_of_two(first: float, last: float) -> dict[str, float]:
+    """The gradients of two microbatches, which are at right angles, each times a factor of its own."""
+    total = first + last
+    return {"sum_given2": first**2 + last**2, "sum_given_passes": total, "sum_given_since": total, "sum_given_last": last,
+            "sum_given_first": first}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "is_named"),
+    [(lambda step: 0.05 + step / 5000, False), (lambda step: 0.05, True), (lambda step: 1.5 + step / 100, True)],
+    ids=["clipped after each", "a constant factor", "the first one larger"],
+)
+def test_clipping_after_each_microbatch_clips_the_first_ones_gradient_twice(
+    tmp_path: Path, first: Callable[[int], float], is_named: bool
+) -> None:
+    def updates(step: int, module: str) -> dict[str, Any]:
+        return sick.given("*", **twice_of_two(first(step), 0.4))(step, module)
+
+    found = triage(build(tmp_path / "run", updates=updates))
+    assert {f.name for f in found} == ({"gradient-weighted"} if is_named else set())
+
+
+@pytest.mark.parametrize(
+    ("kept", "name", "severity"),
+    [(1.1, "gradient-rounded-to-zero", Severity.WARNING), (0.125, "gradient-in-part", Severity.INFO)],
+    ids=["the large ones are left", "a mask of any"],
+)
+def test_zeros_in_weight_grad_where_the_large_elements_are_left(
+    tmp_path: Path, kept: float, name: str, severity: Severity
+) -> None:
+    """As gradients that are reduced in E4M3 without a scale; a mask takes large and small ones alike."""
+    query = "SELECT max(sum_y2 / numel) AS square FROM raw WHERE tensor = 'grad_weight' AND reference = 'shadow' AND module = ?"
+    square = build(tmp_path / "healthy").sql(query, [sick.CULPRIT])["square"][0].as_py()
+    row = {"num_grad": 1024, "sum_grad2": 8192 * kept * square}
+    zero = sick.told("blocks.1.mlp.norm.weight", grad_amax=0.0, num_grad=0, num_moved=0, num_intended=0)
+    updates = lambda step, module: row if module == sick.CULPRIT else {}  # noqa: E731  # of one line
+    found = [f for f in triage(build(tmp_path / "run", updates=updates, parameters=zero)) if f.code != "F151" or kept > 1]
+    assert [(f.code, f.name, f.module, f.severity) for f in found] == [("F149", name, sick.CULPRIT, severity)]
 
 
 def multiple(factor: float) -> dict[str, float]:

@@ -52,6 +52,23 @@ def test_a_near_miss_is_silent(tmp_path: Path, code: str, case: str) -> None:
     assert [f.message for f in RULES.get(code).check(run)] == []
 
 
+@pytest.mark.parametrize(("left", "is_of_the_recipe"), [(0.01, True), (0.4, False)], ids=["cured", "the same in both"])
+def test_underflow_that_the_recipe_of_the_weights_cures_is_information_beside_it(
+    tmp_path: Path, left: float, is_of_the_recipe: bool
+) -> None:
+    """A checkpoint in blocks, cast under one scale: F137 names the recipe, and an input's outlier is no other cause."""
+    whole = {**WEIGHT, "gemm": "fprop", "steps": (None, None)}
+    sites = [
+        Override(**whole, actual=False, slots=sick.ON_GRID),
+        Override(**INPUT, actual=True, slots=OUTLIER),
+        Override(**INPUT, actual=False, slots={"num_underflow": share(left)}),
+    ]
+    run = build(tmp_path / "run", recipe="tensorwise_current", what_if=["blockwise"], overrides=sites)
+    found = [(f.code, f.module, f.severity) for f in triage(run)]
+    rounded, outlier = ("F137", CULPRIT, Severity.WARNING), ("F105", CULPRIT, Severity.ERROR)
+    assert found == ([rounded, ("F105", CULPRIT, Severity.INFO)] if is_of_the_recipe else [outlier, rounded])
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", "mxfp8"])
 def test_a_healthy_run_of_two_ranks_has_no_finding(tmp_path: Path, recipe: str) -> None:
     assert list(triage(build(tmp_path / "run", recipe=recipe, num_steps=20, every=5, world_size=2))) == []

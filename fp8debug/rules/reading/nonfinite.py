@@ -75,7 +75,7 @@ class NonfiniteOrigin:
         before: the Linear that was computed before; None for the first.
         poisoned: modules whose operands held a NaN or Inf after it, in execution order: in the same pass of that step those that
             were computed after it, and all in later steps.
-        follows_loss: whether it is of the backward pass of a loss that was not finite itself: no backward pass makes its own loss.
+        follows_loss: whether it is of the backward pass of a loss that was not finite itself, which that pass did not make.
     """
 
     kind: str

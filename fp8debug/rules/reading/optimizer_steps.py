@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 #: What F127 calls a finding of updates as large as the weights, whatever the loss does.
 OUT_OF_SIZE = "updates-out-of-size"
+#: What F149 calls a finding of gradients whose small elements became 0 after wgrad.
+ROUNDED_TO_ZERO = "gradient-rounded-to-zero"
 #: Why no rule can judge a run's optimizer steps.
 NOT_RECORDED = "no optimizer step was recorded: no torch optimizer that holds a watched weight stepped in a sampled step"
 
