@@ -185,7 +185,7 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
             exact: the what-if cast that holds the module's weight without error, which the running one rounds again (F137).
             run: the run.
         """
-        if exact is None or finding.value is None:
+        if exact is None or finding.value is None or finding.module is None:
             return finding
         rows = run.table(("step", "cast_name", "underflow_nonzero_rate"), finding.module, "fprop", "input", actual=False)
         rates: dict[str, float] = {}

@@ -649,7 +649,8 @@ def test_clipping_after_each_microbatch_clips_the_first_ones_gradient_twice(
     tmp_path: Path, first: Callable[[int], float], is_named: bool
 ) -> None:
     def updates(step: int, module: str) -> dict[str, Any]:
-        return sick.given("*", **twice_of_two(first(step), 0.4))(step, module)
+        changed: dict[str, Any] = sick.given("*", **twice_of_two(first(step), 0.4))(step, module)
+        return changed
 
     found = triage(build(tmp_path / "run", updates=updates))
     assert {f.name for f in found} == ({"gradient-weighted"} if is_named else set())
