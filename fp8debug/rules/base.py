@@ -252,11 +252,14 @@ class FollowingRule(Rule):
 
     Attributes:
         follow_steps: sampled steps after the first of another cause within which a consequence shows.
+        min_batch_growth: amax of what the first module reads over its largest of the sampled steps before, from which on a
+            finding that begins and ends with such steps is a consequence of the batch.
     """
 
     follows = True
 
     follow_steps: int = 2
+    min_batch_growth: float = 10.0
 
 
 def accuses_other_modules(finding: Finding, others: Sequence[Finding], code: str) -> bool:

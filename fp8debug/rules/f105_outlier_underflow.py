@@ -70,6 +70,8 @@ class OutlierUnderflow(FollowingRule, ForecastLimits):
           they are and where they come from.
         - follow_steps 2: sampled steps after the first of another fault, in a layer that ran before, within which this one is its
           consequence, as information. No published basis.
+        - min_batch_growth 10: amax of what the module that runs first reads, over its largest of the sampled steps before; in
+          another module a finding at such steps alone is a consequence of the batch, as information. No published basis.
     """
 
     code = "F105"

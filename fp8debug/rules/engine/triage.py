@@ -16,6 +16,7 @@ from fp8debug.rules.classification import classify, course_limits, with_bf16, wi
 from fp8debug.rules.comparison.configuration import compare
 from fp8debug.rules.engine.findings import Findings
 from fp8debug.rules.engine.selection import Thresholds, chosen, configured
+from fp8debug.rules.reading.batches import batch_growth
 from fp8debug.rules.reading.lost import losses_of
 from fp8debug.rules.reading.nonfinite import SICK
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
@@ -24,6 +25,9 @@ from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps, 
 from fp8debug.rules.reading.unwatched import unwatched
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
+
+#: Cure of what a batch does that is far larger than the others.
+_OF_BATCH = "look at the batch of that step (units, normalisation, a bad sample), or clip what the model reads; no cast helps"
 
 
 def triage(
@@ -114,7 +118,7 @@ def judge(
         findings += _joined(f for f in found if (f.module, f.tensor) not in known)
     # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
     ordered = sorted(findings, key=lambda f: (f.order, f.code))
-    ordered = mark_victims(ordered, rules, sampled_steps(run))
+    ordered = _after_batch(mark_victims(ordered, rules, sampled_steps(run)), rules, run)
     standing = [f for f in ordered if rules[f.code].holds_beside(f, [o for o in ordered if o is not f], run)]
     return sorted(standing, key=lambda f: (f.order, f.code)), reasons
 
@@ -210,6 +214,24 @@ def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled
 def _as_consequence(finding: Finding, cause: str) -> Finding:
     words = f"{finding.message}; it follows {cause} and may be its consequence"
     return replace(finding, severity=Severity.INFO, message=words, parts=())
+
+
+def _after_batch(findings: Sequence[Finding], rules: Mapping[str, Rule], run: Run) -> list[Finding]:
+    """Return the findings, as information those that a batch far larger than the others explains.
+
+    It has the steps of such batches alone, in a module that does not read the batch itself.
+    """
+    result = []
+    for finding in findings:
+        rule = rules[finding.code]
+        if finding.module and finding.severity > Severity.INFO and isinstance(rule, FollowingRule):
+            grown = [batch_growth(run, step) for step in sorted(set(finding.steps))]
+            if all(g is not None and g.ratio >= rule.min_batch_growth and g.module != finding.module for g in grown):
+                first = next(g for g in grown if g is not None)
+                cause = f"the input of {first.module}, {first.ratio:.2g} times as large as before at step {finding.steps[0]},"
+                finding = replace(_as_consequence(finding, cause), cure=_OF_BATCH)
+        result.append(finding)
+    return result
 
 
 def _after_rate_jump(findings: Sequence[Finding], rules: Mapping[str, Rule], jump: int | None) -> list[Finding]:

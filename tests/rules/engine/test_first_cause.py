@@ -10,7 +10,7 @@ import pytest
 
 from fp8debug.rules import Findings, Severity, triage
 from fp8debug.rules.reading.nonfinite import NonfiniteOrigin, first_poison
-from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, FLUSHED, INPUT, NAN, WEIGHT
+from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, FLUSHED, INPUT, NAN, OUTLIER, WEIGHT
 from tests.rules.sick_wholeruns import enlarged
 from tests.synthetic import MODULES, Override, Slots, build
 
@@ -251,3 +251,32 @@ def test_a_fault_of_its_own_is_none(tmp_path: Path, module: str, steps: tuple[in
 def test_a_nan_has_its_victims_as_before(tmp_path: Path) -> None:
     (finding,) = triage(build(tmp_path / "run", **FIRES["F103"]))
     assert (finding.module, finding.victims) == (CULPRIT, tuple(name for name in NAMES if name != CULPRIT))
+
+
+@pytest.mark.parametrize(
+    ("module", "last", "growth", "severity"),
+    [
+        (CULPRIT, 41, 100.0, Severity.INFO),
+        (CULPRIT, 41, 4.0, Severity.ERROR),
+        (CULPRIT, None, 100.0, Severity.ERROR),
+        (NAMES[0], 41, 100.0, Severity.ERROR),
+    ],
+    ids=["a batch", "a batch as others", "it stays when the batch has gone", "the cast of the batch itself"],
+)
+def test_a_batch_out_of_size_explains_what_underflows_behind_it(
+    module: str, last: int | None, growth: float, severity: Severity, tmp_path: Path
+) -> None:
+    """Seen with one microbatch of 0 to 255 where the others are standardised: a layer was blamed for the spike."""
+    flushed = Override(**{**INPUT, "module": module, "steps": (40, last)}, slots=OUTLIER)
+    amax = growth * max(row["amax"] for row in _inputs(tmp_path / "usual"))
+    batch = Override(**{**INPUT, "module": NAMES[0], "steps": (40, 41)}, slots={"amax": amax} if module != NAMES[0] else {})
+    findings = triage(build(tmp_path / "run", recipe="tensorwise_current", overrides=[flushed, batch]))
+    (finding,) = [f for f in findings if f.code == "F105"]
+    assert (finding.module, finding.severity) == (module, severity)
+    assert ("batch" in finding.cure) is (severity is Severity.INFO)
+
+
+def _inputs(path: Path) -> list[dict[str, Any]]:
+    query = "SELECT amax FROM raw WHERE actual AND tensor = 'input' AND gemm = 'fprop' AND reference = 'operand'"
+    rows: list[dict[str, Any]] = build(path, recipe="tensorwise_current").sql(query).to_pylist()
+    return rows
