@@ -66,13 +66,19 @@ class SpikeDetector:
         excess, is_after = loss - usual, self._since <= self.window // 2
         least = max(self.min_rise * abs(usual), self.min_ratio * max(self._excesses))
         found = None
-        if excess > least and loss > max(before[-self.window :]) and not is_after:
+        if excess > least and loss > max(self._recent(before, usual)) and not is_after:
             noise = max(noise_of(before), noise_of(before[-self.window :]))
             limit = usual + max(least, self.min_noise * noise)
             found = Excess(usual, noise, limit) if loss > limit else None
         self._excesses.append(0.0 if is_after and found is None else excess)
         self._since = 1 if found else self._since + 1
         return found
+
+    def _recent(self, before: list[float], usual: float) -> list[float]:
+        """Return the last window of losses, without those of a run's first descent, from where the usual loss was not reached."""
+        is_whole = len(before) < 2 * self.window
+        descent = next(place for place, loss in enumerate(before) if loss <= usual) if is_whole else 0
+        return before[max(descent, len(before) - self.window) :]
 
 
 def noise_of(losses: Sequence[float]) -> float:

@@ -95,3 +95,20 @@ def test_a_spike_stands_out_of_the_noise_and_a_descent_does_not() -> None:
     assert detector.see(descent[-1] + 0.9) is None, "coming down from a spike is none"
     early = SpikeDetector()
     assert not any(early.see(loss) for loss in [*descent[:5], 100.0]), "too few to know the noise"
+
+
+def test_a_return_to_the_first_loss_of_a_short_run_is_a_spike() -> None:
+    """Seen where the masters of an old checkpoint were written over the weights at step 12 of 24."""
+    losses = [4.35, 3.68, 2.81, 2.25, 1.45, 1.13, 1.15, 1.03, 1.13, 1.05, 1.08, 1.2, 0.97, 4.31, 4.04, 3.62, 3.03, 2.47]
+    detector = SpikeDetector()
+    assert [step for step, loss in enumerate(losses) if detector.see(loss) is not None] == [13]
+
+
+def test_losses_that_still_fall_have_no_spike() -> None:
+    """Of the first 32 steps of noisy descents, fast and slow, none is told."""
+    for seed in range(200):
+        noise = random.Random(seed)
+        rate, size = noise.choice([0.7, 0.85, 0.95, 0.99]), noise.choice([0.02, 0.1, 0.3])
+        detector = SpikeDetector()
+        losses = [1.0 + 3.5 * rate**i + noise.gauss(0, size) for i in range(48)]
+        assert not any(detector.see(loss) for loss in losses), (seed, rate, size)
