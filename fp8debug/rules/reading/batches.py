@@ -19,7 +19,7 @@ _LAST_INPUTS = (
 
 
 class Growth(NamedTuple):
-    """How many times its largest amax of the sampled steps before the first module's input has."""
+    """Amax of the first module's input over its largest of the sampled steps before, and that module."""
 
     module: str
     ratio: float
