@@ -257,18 +257,22 @@ def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> 
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
     _check_cast(cast)
-    data = q.data.float()
+    return _values(q.data.float(), q.scale_inv, cast).to(dtype)
+
+
+def _values(data: Tensor, scale_inv: Tensor, cast: Cast) -> Tensor:
+    """Return ``data * scale_inv`` in FP32, its Hadamard transform undone; ``data`` are codes as FP32."""
     columns = data.shape[-1] if data.dim() else 1
     flat = data.reshape(data.numel() // max(columns, 1), columns)
     block = block_shape(cast.granularity, *flat.shape)
     grid = [-(-extent // size) for extent, size in zip(flat.shape, block, strict=True)]
-    if flat.numel() and list(q.scale_inv.shape) != grid:
-        raise UsageError(f"data {list(data.shape)} under {cast} has scale_inv {grid}, got {list(q.scale_inv.shape)}")
-    values = flat * spread(q.scale_inv, *block, *flat.shape)
+    if flat.numel() and list(scale_inv.shape) != grid:
+        raise UsageError(f"data {list(data.shape)} under {cast} has scale_inv {grid}, got {list(scale_inv.shape)}")
+    values = flat * spread(scale_inv, *block, *flat.shape)
     if cast.hadamard:
         assert cast.line is not None
         values = hadamard(values, cast.line, cast.hadamard_signs, undo=True)
-    return values.reshape(data.shape).to(dtype)
+    return values.reshape(data.shape)
 
 
 def gemm(
@@ -368,8 +372,10 @@ def statistics(pair: Pair, skip: str = "", only: Sequence[Metric] | None = None)
 def operand_pair(x: Tensor | Source, cast: Cast, q: Quantized) -> Pair:
     """Return the observation of an operand: the tensor and its dequantized twin."""
     source = x if isinstance(x, Source) else Source(x)
-    y = dequantize(q, cast).reshape(source.x.shape)
-    return Pair(source=source, y=y, quantized=q, cast=cast, read=as_cast_reads(source, cast) if cast.hadamard else None)
+    data = q.data.float()
+    y = _values(data, q.scale_inv, cast).reshape(source.x.shape)
+    read = as_cast_reads(source, cast) if cast.hadamard else None
+    return Pair(source=source, y=y, quantized=q, cast=cast, read=read, decoded=data.reshape(source.x.shape))
 
 
 def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[str, object]:

@@ -126,6 +126,7 @@ class Pair:
             ``later_sum``.
         whole_rows: False where columns were left out.
         read: the transformed reference, where the cast has a Hadamard transform; ``y`` has it undone.
+        decoded: FP8 data as FP32 in the shape of the reference, where ``y`` was made of them.
     """
 
     source: Source
@@ -136,6 +137,7 @@ class Pair:
     kind: str = ""
     whole_rows: bool = True
     read: Source | None = None
+    decoded: Tensor | None = None
 
     @property
     def as_read(self) -> Source:
@@ -159,7 +161,7 @@ class Pair:
     def data(self) -> Tensor:
         """FP8 data as FP32, before the scale."""
         assert self.quantized is not None
-        return self.quantized.data.float().reshape(self.source.x.shape)
+        return self.quantized.data.float().reshape(self.source.x.shape) if self.decoded is None else self.decoded
 
     @cached_property
     def scaled(self) -> Tensor:
@@ -188,6 +190,13 @@ class Pair:
         if made is None or before is None:
             return made if before is None else before
         return made | before
+
+    @cached_property
+    def finite_rows(self) -> Tensor:
+        """Bool ``[rows]``: both sides are finite in the whole row."""
+        if self.invalid is None:
+            return self.y.new_ones(len(self.y)).bool()
+        return ~self.invalid.any(1)
 
     @cached_property
     def x64(self) -> Tensor:

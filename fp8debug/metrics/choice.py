@@ -42,7 +42,7 @@ class Choice:
         if pair.quantized is not None or not pair.whole_rows or not 2 <= num_columns <= MAX_CHOICES or not num_rows:
             return {}
         x, y = pair.source.value, pair.y
-        finite = x.isfinite().all(1) & y.isfinite().all(1)
+        finite = pair.finite_rows
         wanted = x.topk(2).values
         chosen = x.gather(1, y.topk(2).indices)
         return {

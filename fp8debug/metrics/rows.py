@@ -48,7 +48,7 @@ class Rows:
         if pair.quantized is not None:
             return {}
         signal, noise = pair.x64.square().sum(1), pair.error64.square().sum(1)
-        clean = pair.source.value.isfinite().all(1) & pair.y.isfinite().all(1)
+        clean = pair.finite_rows
         judged = clean & (signal > 0)
         nmse = noise / signal
         return {
