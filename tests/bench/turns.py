@@ -1,4 +1,4 @@
-"""Have what a bench script trains recorded in turns: an option of ``variants.py`` and ``clean.py``."""
+"""Have what a bench script trains recorded in turns: an option of ``variants.py`` and ``clean.py``, and what some tests train."""
 
 from __future__ import annotations
 
