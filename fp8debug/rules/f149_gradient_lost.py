@@ -142,8 +142,8 @@ class GradientLost(Rule):
         - max_spread and min_empty_steps too of gradient-averaged-twice and gradient-of-another-factor: a module's factor over the
           median of all modules' at a step, which is the same at its last sampled steps, all that have another factor than 1 (by
           min_gain), and is the number of microbatches or its inverse. Clipping by module has another factor at each step.
-        - min_nonzero_rate 0.5: of wgrad's result, where weight.grad has no element but 0 on another sample of its elements. No
-          published basis.
+        - min_nonzero_rate 0.5: of wgrad's result, where weight.grad has no element but 0 on another sample of its elements; and
+          share of zeros of gradient-rounded-to-zero, in two modules or more. No published basis.
         - min_kept_ratio 10: of gradient-kept at a single sampled step, norm of weight.grad there over the median of the
           others: what it held was no gradient (a buffer that is shared with weights). No published basis.
         - min_steps 2: sampled steps that show it, all in a shorter run; min_empty_steps 3, the last ones, of gradient-lost
@@ -504,7 +504,9 @@ class GradientLost(Rule):
                 ill = _to_the_end(seen, lambda row, kind=kind: self._has_none(row, kind))  # type: ignore[misc]  # bound now
                 if module not in known | rounded and len(ill) >= self.min_empty_steps and (kind != _ABSENT or moves):
                     shown[module] = ill
-            rounded |= set(shown) if kind == _ROUNDED else set()
+            if kind == _ROUNDED:  # a reduction or a buffer is that of several weights; of one, its own dead channels
+                shown = shown if len(shown) > 1 else {}
+                rounded |= set(shown)
             yield from self._finding(run, kind, shown, places)
         yield from self._without_wgrad(run, known, places)
 
@@ -566,7 +568,11 @@ class GradientLost(Rule):
     def _keeps_the_large(self, row: Mapping[str, Any]) -> bool:
         """Return whether the elements of a gradient that are not 0 hold most of the square of wgrad's result."""
         lost = 1 - row["num_grad"] / row["num_sampled"]
-        return row["kept_square"] is not None and 1 - row["kept_square"] <= self.max_lost_square * lost
+        return (
+            row["kept_square"] is not None
+            and lost >= self.min_nonzero_rate
+            and 1 - row["kept_square"] <= self.max_lost_square * lost
+        )
 
     def _finding(
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]

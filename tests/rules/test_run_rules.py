@@ -657,21 +657,30 @@ def test_clipping_after_each_microbatch_clips_the_first_ones_gradient_twice(
 
 
 @pytest.mark.parametrize(
-    ("kept", "name", "severity"),
-    [(1.1, "gradient-rounded-to-zero", Severity.WARNING), (0.125, "gradient-in-part", Severity.INFO)],
-    ids=["the large ones are left", "a mask of any"],
+    ("kept", "num_grad", "num_modules", "name"),
+    [
+        (1.1, 1024, 2, "gradient-rounded-to-zero"),
+        (0.125, 1024, 2, "gradient-in-part"),
+        (1.1, 7200, 2, "gradient-in-part"),
+        (1.1, 1024, 1, "gradient-in-part"),
+    ],
+    ids=["the large ones are left", "a mask of any", "dead channels", "one module"],
 )
 def test_zeros_in_weight_grad_where_the_large_elements_are_left(
-    tmp_path: Path, kept: float, name: str, severity: Severity
+    tmp_path: Path, kept: float, num_grad: int, num_modules: int, name: str
 ) -> None:
     """As gradients that are reduced in E4M3 without a scale; a mask takes large and small ones alike."""
+    modules = [sick.CULPRIT, "blocks.0.mlp.up"][:num_modules]
     query = "SELECT max(sum_y2 / numel) AS square FROM raw WHERE tensor = 'grad_weight' AND reference = 'shadow' AND module = ?"
     square = build(tmp_path / "healthy").sql(query, [sick.CULPRIT])["square"][0].as_py()
-    row = {"num_grad": 1024, "sum_grad2": 8192 * kept * square}
+    row = {"num_grad": num_grad, "sum_grad2": 8192 * kept * square}
     zero = sick.told("blocks.1.mlp.norm.weight", grad_amax=0.0, num_grad=0, num_moved=0, num_intended=0)
-    updates = lambda step, module: row if module == sick.CULPRIT else {}  # noqa: E731  # of one line
-    found = [f for f in triage(build(tmp_path / "run", updates=updates, parameters=zero)) if f.code != "F151" or kept > 1]
-    assert [(f.code, f.name, f.module, f.severity) for f in found] == [("F149", name, sick.CULPRIT, severity)]
+    updates = lambda step, module: row if module in modules else {}  # noqa: E731  # of one line
+    found = triage(build(tmp_path / "run", updates=updates, parameters=zero))
+    is_rounded = name == "gradient-rounded-to-zero"
+    severity = Severity.WARNING if is_rounded else Severity.INFO
+    assert [(f.name, f.severity) for f in found if f.code == "F149"] == [(name, severity)]
+    assert ("F151" not in {f.code for f in found}) is is_rounded
 
 
 def multiple(factor: float) -> dict[str, float]:
