@@ -9,6 +9,7 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, accuses_other_modules
+from fp8debug.rules.reading.census import role_of
 from fp8debug.rules.reading.model_structure import share_input
 from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED, ROUNDED_TO_ZERO
 from fp8debug.rules.reading.outside_scales import applied_outside
@@ -22,7 +23,7 @@ _ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MAS
     *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use", "masked", "never", "joined", "uses"),
     "unheld",
 )
-_BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER, _ROUNDED = "beyond", "averaged", "own factor", "after", "rounded"
+_BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER, _ROUNDED, _CUT = "beyond", "averaged", "own factor", "after", "rounded", "cut"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
@@ -32,7 +33,8 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _MASKED: "gradient-in-part", _NEVER: "gradient-never-computed",
           _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer",
           _BEYOND: "gradient-out-of-size", _AVERAGED: "gradient-averaged-twice", _OWN_FACTOR: "gradient-of-another-factor",
-          _AFTER: "gradient-changed-after-dgrad", _ROUNDED: ROUNDED_TO_ZERO}  # fmt: skip
+          _AFTER: "gradient-changed-after-dgrad", _ROUNDED: ROUNDED_TO_ZERO,
+          _CUT: "gradient-cut-off"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -46,6 +48,8 @@ _CURES = {
     " that nobody runs); freeze the weight (requires_grad False) where none is meant",
     _UNHELD: "make the optimizer of the parameters that the model has when it trains (sharding, a conversion or to_empty replaces"
     " them), and check its groups; freeze the weight (requires_grad False) where none is meant",
+    _CUT: "look at what reads this module's output: a detach, a no_grad block, a cached value; none if the weight is frozen on"
+    " purpose",
     _EMPTY: "check what empties weight.grad or main_grad before the optimizer reads it (zero_grad ahead of step), and whether"
     " the fused backward writes into the buffer that the optimizer reads",
     _SINCE: "empty the gradient (zero_grad, zero_grad_buffer) once a step, after the optimizer's step and before the first"
@@ -84,6 +88,8 @@ _TEXTS = {
     _ABSENT: "gets no weight.grad, though wgrad gave a gradient, and does not move the weight",
     _NEVER: "gets no weight.grad, as no wgrad ran, and does not move the weight",
     _UNHELD: "never steps with a parameter to which wgrad gave a gradient, and which nothing moves: the weight",
+    _CUT: "never gets a gradient, as no GEMM of a backward pass ran, while the weights beside it and those of the same role in"
+    " other layers are trained, for the weight",
 }
 
 
@@ -98,9 +104,11 @@ class GradientLost(Rule):
         gradient-of-first-microbatch, gradient-kept (it still holds that of earlier steps when a step begins, though
         the same optimizer stepped just before, and no wgrad of the step went unseen), gradient-lost (all zeros, where
         wgrad was not), gradient-absent (None, and the weight stands still while others move), gradient-never-computed
-        (the same where no wgrad ran for a weight that requires a gradient), gradient-without-optimizer (no step of an
-        optimizer has the weight, which has a gradient and stands to the last digit, while other weights are updated;
-        information where none of these runs before it, as of a program that trains its last layers alone),
+        (the same where no wgrad ran for a weight that requires a gradient), gradient-cut-off, information
+        (an optimizer holds the weight, no GEMM of its backward pass ran at any sampled step, and weights of the same block are
+        trained, as are those of the same role in other layers: a detach, or a weight that is frozen), gradient-without-optimizer
+        (no step of an optimizer has the weight, which has a gradient and stands to the last digit, while other weights are
+        updated; information where none of these runs before it, as of a program that trains its last layers alone),
         gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
         weight.grad between them: a program that does may join the gradients of two losses as it likes, and one that
         clips after each microbatch clips the first one's twice, by another factor at each step), gradient-of-one-use
@@ -247,6 +255,7 @@ class GradientLost(Rule):
         with_parts = [row for row in rows if row["sum_since2"] is not None]
         yield from self._of_another_factor(run, with_parts, known | outside, places)
         yield from self._without(run, known, places)
+        yield from self._cut_off(run, places)
         yield from self._unheld(run, places)
         yield from self._of_one_use(run, known | outside, places)
         yield from self._joined(run, known | outside, places)
@@ -529,6 +538,37 @@ class GradientLost(Rule):
             shown = {name: own for name, own in still.items() if len(own) >= self.min_empty_steps}
             yield from self._finding(run, _NEVER, shown, places)
 
+    def _cut_off(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of weights without any backward pass, whose neighbours and whose like in other layers have one."""
+        query = (
+            "SELECT module, step, num_grad, num_moved FROM updates WHERE coalesce(lr, 1) > 0 AND module NOT IN"
+            " (SELECT module FROM events WHERE kind = 'skipped' AND module IS NOT NULL) ORDER BY step, module"
+        )
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in run.sql(query).to_pylist():
+            rows.setdefault(row["module"], []).append(row)
+        trained = {name for name, own in rows.items() if any(row["num_moved"] for row in own)}
+        blocks = {name.rpartition(".")[0] for name in trained}
+        roles = {role_of(name) for name in trained}
+        shown = {
+            name: own
+            for name, own in rows.items()
+            if len(own) >= self.min_empty_steps
+            and not any(row["num_grad"] is not None or row["num_moved"] for row in own)
+            and name.rpartition(".")[0] in blocks
+            and role_of(name) in roles
+        }
+        if shown:
+            query = (
+                "SELECT DISTINCT module, gemm FROM raw WHERE actual AND numel > 0 AND gemm IN ('fprop', 'dgrad', 'wgrad')"
+                f" AND module IN ({', '.join('?' for _ in shown)})"
+            )
+            ran: dict[str, set[str]] = {}
+            for row in run.sql(query, list(shown)).to_pylist():
+                ran.setdefault(row["module"], set()).add(row["gemm"])
+            alone = {name: own for name, own in shown.items() if ran.get(name) == {Gemm.FPROP.value}}
+            yield from self._finding(run, _CUT, alone, places)
+
     def _unheld(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of weights that have gradients, that no optimizer's step had, and that stand while others move."""
         query = (
@@ -580,7 +620,7 @@ class GradientLost(Rule):
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
         warnings = (_ABSENT, _USES, _NEVER, _SCALED, _ROUNDED, _UNHELD, _AVERAGED)
         severity = Severity.WARNING if kind in warnings else Severity.ERROR
-        severity = Severity.INFO if kind in (_OWN_FACTOR, _MASKED, _JOINED) else severity
+        severity = Severity.INFO if kind in (_OWN_FACTOR, _MASKED, _JOINED, _CUT) else severity
         others = f", as in {_counted(len(shown) - 1, 'other module')}" if len(shown) > 1 else ""
         for module, ill in shown.items():
             steps = [row["step"] for row in ill]

@@ -843,6 +843,30 @@ def test_a_weight_whose_backward_pass_has_no_wgrad(
 
 
 @pytest.mark.parametrize(
+    ("still", "backward", "is_named"),
+    [
+        ([sick.CULPRIT], (), True),  # what reads it is detached, or it is frozen
+        ([sick.CULPRIT], ("dgrad",), False),  # frozen, and its gradient goes on
+        ([sick.CULPRIT, "blocks.1.mlp.down"], (), False),  # a frozen block
+        ([sick.CULPRIT, "blocks.0.mlp.up"], (), False),  # a role that no layer trains
+    ],
+)
+def test_a_weight_without_any_backward_pass(tmp_path: Path, still: list[str], backward: tuple[str, ...], is_named: bool) -> None:
+    """Seen where the values of one attention were detached: its projection had no row of a backward pass, and no finding."""
+    none = {"num_grad": None, "num_moved": 0, "sum_grad2": None, "sum_update2": 0.0, "num_intended": None, "num_lost": None,
+            "sum_intended2": None, "sum_intended_update": None}  # fmt: skip
+    absent = [
+        Override(module=module, gemm=gemm, slots={"numel": 0})
+        for module in still
+        for gemm in ("dgrad", "wgrad")
+        if gemm not in backward
+    ]
+    run = build(tmp_path / "run", overrides=absent, updates=lambda step, module: none if module in still else {})
+    found = [(f.module, f.severity) for f in triage(run, select=["F149"]) if f.name == "gradient-cut-off"]
+    assert found == ([(sick.CULPRIT, Severity.INFO)] if is_named else [])
+
+
+@pytest.mark.parametrize(
     ("held", "moves", "severity"),
     [
         (lambda module: module != sick.CULPRIT, False, Severity.WARNING),  # an optimizer of parameters that were replaced since

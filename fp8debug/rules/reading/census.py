@@ -46,8 +46,8 @@ class Census:
         """Return the other parameters whose names differ from one's in numbers alone: the same role in other layers."""
         if not self._kinds:
             for other in self.rows:
-                self._kinds.setdefault(_NUMBERS.sub("*", other), []).append(other)
-        kind = _NUMBERS.sub("*", name)
+                self._kinds.setdefault(role_of(other), []).append(other)
+        kind = role_of(name)
         return [other for other in self._kinds[kind] if other != name] if kind != name else []
 
     def around(self, name: str) -> list[str]:
@@ -67,6 +67,11 @@ class Census:
     def place(self, name: str) -> int:
         """Return the position in execution order of the first watched module around a parameter."""
         return min((self.places.get(module, 0) for module in self.around(name)), default=0)
+
+
+def role_of(name: str) -> str:
+    """Return a name without its numbers: one role in all layers."""
+    return _NUMBERS.sub("*", name)
 
 
 def census_of(run: Run) -> Census:
