@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from fp8debug.errors import RunError, UsageError
@@ -221,11 +222,12 @@ def _after_batch(findings: Sequence[Finding], rules: Mapping[str, Rule], run: Ru
 
     It has the steps of such batches alone, in a module that does not read the batch itself.
     """
+    growth_at = cache(partial(batch_growth, run))
     result = []
     for finding in findings:
         rule = rules[finding.code]
         if finding.module and finding.severity > Severity.INFO and isinstance(rule, FollowingRule):
-            grown = [batch_growth(run, step) for step in sorted(set(finding.steps))]
+            grown = [growth_at(step) for step in sorted(set(finding.steps))]
             if all(g is not None and g.ratio >= rule.min_batch_growth and g.module != finding.module for g in grown):
                 first = next(g for g in grown if g is not None)
                 cause = f"the input of {first.module}, {first.ratio:.2g} times as large as before at step {finding.steps[0]},"
