@@ -187,7 +187,8 @@ class UpdatesRoundedAway(Rule):
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
         yield from self._standing(run, places)
         yield from self._standing_rates(run, places)
-        rows = run.sql(f"SELECT module, {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module").to_pylist()
+        query = f"SELECT module, {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module"
+        rows = sorted(run.sql(query).to_pylist(), key=lambda row: (places.get(row["module"], 0), row["module"]))
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
         begun = {row["module"]: row for row in run.sql(_BEGUN_IN_BF16).to_pylist()}
         query = _BEGUN_IN_FP8.format(10 ** (-self.min_exact_db / 10))
@@ -195,7 +196,7 @@ class UpdatesRoundedAway(Rule):
         moving = {row["optimizer"] for row in rows if row["most_moved"]}
         parameters = self._of_parameters(run)
         yield from self._without_moment(run, rows, list(parameters.values()))
-        for row in sorted(rows, key=lambda row: (places.get(row["module"], 0), row["module"])):
+        for row in rows:
             if row["num"] < self.min_steps or _has_no_moment(row):
                 continue
             if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
@@ -213,9 +214,10 @@ class UpdatesRoundedAway(Rule):
         yield from self._parameters(run, parameters, moving)
 
     def _of_parameters(self, run: Run) -> dict[str, dict[str, Any]]:
-        """Return the sums of parameters that no watched GEMM has, by name, of those with enough steps."""
+        """Return the sums of parameters that no watched GEMM has, by name and in its order, of those with enough steps."""
         query = f"SELECT parameter, {_SUMS} FROM parameters WHERE role <> 'buffer' AND {_JUDGED} GROUP BY parameter"
-        return {row["parameter"]: row for row in run.sql(query).to_pylist() if row["num"] >= self.min_steps}
+        rows = {row["parameter"]: row for row in run.sql(query).to_pylist() if row["num"] >= self.min_steps}
+        return {name: rows[name] for name in in_order(rows)}
 
     def _without_moment(
         self, run: Run, rows: Sequence[Mapping[str, Any]], parameters: Sequence[Mapping[str, Any]]
@@ -242,8 +244,10 @@ class UpdatesRoundedAway(Rule):
     def _parameters(self, run: Run, rows: Mapping[str, Mapping[str, Any]], moving: set[str]) -> Iterable[Finding]:
         """Return the findings of parameters that no watched GEMM has."""
         moving = moving | {row["optimizer"] for row in rows.values() if row["most_moved"]}
-        for name in in_order({name for name, row in rows.items() if not _has_no_moment(row)}):
-            row, place = {**rows[name], "module": name}, census_of(run).place(name)
+        for name, own in rows.items():
+            row, place = {**own, "module": name}, census_of(run).place(name)
+            if _has_no_moment(row):
+                continue
             if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
                 found = replace(self._left_out(run, row, name, place), severity=Severity.WARNING)
             elif (judged := self._judged(run, row, place)) is not None and judged.severity is Severity.ERROR:
