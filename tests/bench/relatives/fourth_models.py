@@ -25,6 +25,12 @@ class TensorsOfE4M3(TensorLinear):
     gradient_format = E4M3
 
 
+def _attended(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Return attention of four heads, ``[sequences, length, WIDTH]`` as its operands."""
+    q, k, v = (t.unflatten(-1, (4, 32)).transpose(1, 2) for t in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2)
+
+
 class LowRank(nn.Module):
     """Attention whose queries, and whose keys and values, come from a code of 64 values."""
 
@@ -39,9 +45,7 @@ class LowRank(nn.Module):
         """Return ``[sequences, length, WIDTH]``."""
         q = self.q_up(self.norm_q(self.q_down(x)))
         k, v = self.kv_up(self.norm_kv(self.kv_down(x))).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (4, 32)).transpose(1, 2) for t in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        said: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        said: Tensor = self.o_proj(_attended(q, k, v, self.is_causal))
         return said
 
 
@@ -62,9 +66,7 @@ class Separate(nn.Module):
         """Return ``[sequences, length, WIDTH]``."""
         source = x if memory is None else memory
         q, k, v = self.wq(x), self.wk(source), self.values(self.wv(source))
-        q, k, v = (t.unflatten(-1, (4, 32)).transpose(1, 2) for t in (q, k, v))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        said: Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        said: Tensor = self.wo(_attended(q, k, v, self.is_causal))
         return said
 
 
