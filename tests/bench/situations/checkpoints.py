@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fp8debug
 from tests.bench.situations import situation
@@ -16,6 +18,7 @@ from tests.bench.situations.stack import (
     DOWN,
     E4M3,
     LARGEST,
+    Block,
     BlockLinear,
     Cast,
     Model,
@@ -291,4 +294,34 @@ def tie_lost(folder: Path) -> None:
         vars(model)["config"] = SimpleNamespace(tie_word_embeddings=True)
         if name == "sick":
             model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        train(model, folder / name)
+
+
+class _Attention(Block):
+    """A block that begins with causal attention of two heads, whose projections of queries, keys and values are one."""
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__(linear, width, hidden, bias)
+        self.before, self.qkv = nn.RMSNorm(width), linear(width, 3 * width, bias=bias)
+        self.out = linear(width, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(0, 1) for one in self.qkv(self.before(x)).float().chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return super().forward(x + self.out(mixed.transpose(0, 1).flatten(-2).to(x.dtype)))
+
+
+@situation(
+    16, "PrimeIntellect-ai/prime-rl#3451",
+    "a checkpoint's queries, keys and values are loaded into copies of the packed weight, which stays zero",
+    first="silent", modules=("blocks.0.qkv", "blocks.1.qkv"), words=("zero",),
+    misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),
+)  # fmt: skip
+def packed_weights_load_as_zeros(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(block=_Attention)
+        if name == "sick":
+            with torch.no_grad():
+                for block in model.blocks:
+                    block.qkv.weight.zero_()
         train(model, folder / name)

@@ -21,6 +21,7 @@ from tests.bench.situations.stack import (
     Block,
     BlockLinear,
     Cast,
+    FusedBlock,
     Model,
     OwnKernel,
     TwoExperts,
@@ -325,3 +326,21 @@ def output_rows_unwritten(folder: Path) -> None:
 
     train(Model(Fault, block=_PaddedExpert), folder / "sick", steps=8, every=2)
     train(Model(_Grouped, block=_PaddedExpert), folder / "clean", steps=8, every=2)
+
+
+@situation(
+    16, "linkedin/Liger-Kernel#1413",
+    "the fused backward kernel sums the products of gate and up into one accumulator, and the compiler drops those of up",
+    first="silent", modules=("blocks.0.gate_up", "blocks.1.gate_up"), gemms=("dgrad",), tensors=("grad_input",),
+    codes=("F108", "F117", "F121", "F128"), words=("gemm", "kernel", "contract"),
+    misleading=("smooth", "amax_eps", "learning rate", "optimizer", "loss scal", "scale_rounding"),
+)  # fmt: skip
+def dgrad_drops_the_up_half(folder: Path) -> None:
+    def kernel(a: Cast, b: Cast, d: Tensor, c: Tensor | None = None, recipe: Any = None, **options: Any) -> None:
+        first, second = values(a), values(b)
+        if recipe == "dgrad" and first.shape[1] == 2 * 384:
+            first, second = first[:, :384], second[:, :384]
+        d.copy_(first @ second.t())
+
+    train(Model(OwnKernel, block=FusedBlock), folder / "sick", kernel=kernel)
+    train(Model(OwnKernel, block=FusedBlock), folder / "clean")

@@ -615,3 +615,127 @@ def nan_gradients_are_zeroed(folder: Path) -> None:
                     p.grad.nan_to_num_(nan=0.0)
 
         train(model, folder / name, after_backward=sanitize)
+
+
+@situation(
+    16, "THUDM/slime#1842",
+    "gradients are divided by the loss scale twice: by the training loop, and by the step of the optimizer once more",
+    first="silent", codes=("F126", "F134", "F143", "F149"), words=("loss scale",),
+    misleading=("smooth", "amax", "bf16", "learning rate"),
+)  # fmt: skip
+def unscaled_twice(folder: Path) -> None:
+    scale = 2.0**16
+    for name in ("sick", "clean"):
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with fp8debug.watch(model, folder / name, every=2) as watch:
+            for step in range(32):
+                tokens, classes = batch(step)
+                loss = cross_entropy(model(tokens), classes)
+                (loss * scale).backward()
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.div_(scale * scale if name == "sick" else scale)
+                optimizer.step()
+                optimizer.zero_grad()
+                watch.step(loss=loss, loss_scale=scale)
+
+
+class _Clamped(torch.autograd.Function):
+    """Clamp whose gradient passes at the limits too, or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float, passes: bool) -> Tensor:
+        ctx.save_for_backward(x.abs() <= limit if passes else x.abs() < limit)
+        return x.clamp(-limit, limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inside,) = ctx.saved_tensors
+        return grad * inside, None, None
+
+
+class _FakeQuantized(BlockLinear):
+    """A Linear whose weight is rounded to 4 bits in groups of 32 with a straight-through estimator, as in QAT.
+
+    Attributes:
+        passes: rounded values that lie at the largest code have gradients.
+    """
+
+    passes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.weight.reshape(-1, 32)
+        scale = groups.detach().abs().amax(1, keepdim=True) / 7
+        scaled = groups / scale
+        rounded = scaled + (scaled.round() - scaled).detach()
+        weight = (_Clamped.apply(rounded, 7.0, self.passes) * scale).view_as(self.weight)
+        out: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, self)
+        return out.reshape(*x.shape[:-1], len(self.weight))
+
+
+@situation(
+    16, "pytorch/ao#4806",
+    "the clamp of a fake quantization has no gradient at its limits, where each rounded value of the largest code lies",
+    first="silent", gemms=("wgrad",), tensors=("grad_weight",), codes=("F128", "F134", "F143", "F149"), words=("gradient",),
+    misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),
+)  # fmt: skip
+def gradient_stops_at_the_clamp(folder: Path) -> None:
+    class Fault(_FakeQuantized):
+        passes = False
+
+    train(Model(Fault), folder / "sick")
+    train(Model(_FakeQuantized), folder / "clean")
+
+
+class _PerToken(torch.autograd.Function):
+    """Cross entropy of each token, whose backward pass reads the gradient of its result once for all tokens, or for each."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: Tensor, reads_first: bool) -> Tensor:
+        ctx.save_for_backward(logits, classes)
+        ctx.reads_first = reads_first
+        return functional.cross_entropy(logits.float(), classes, reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, classes = ctx.saved_tensors
+        into = logits.float().softmax(-1)
+        into[torch.arange(len(into)), classes] -= 1
+        return (into * (grad[0] if ctx.reads_first else grad[:, None])).to(logits.dtype), None, None
+
+
+@situation(
+    16, "linkedin/Liger-Kernel#968",
+    "the fused loss without a reduction multiplies all gradients by that of the first token: none where that one is masked",
+    first="silent", quiet=True, words=("gradient", "grad_output", "loss function"),
+)  # fmt: skip
+def gradient_of_the_first_token(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        number = [0]
+
+        def loss_of(out: Tensor, classes: Tensor, name: str = name, number: list[int] = number) -> Tensor:
+            used = torch.rand(len(classes), generator=torch.Generator().manual_seed(number[0])) < 0.5
+            used[0] = number[0] % 4 != 1  # some batches begin with a prompt
+            number[0] += 1
+            losses: Tensor = _PerToken.apply(out, classes, name == "sick")
+            return (losses * used).sum() / used.sum()
+
+        train(Model(), folder / name, loss_of=loss_of)
+
+
+@situation(
+    16, "simchowitzlabpublic/nano-world-model#22",
+    "gradients are clipped before the backward pass: those of the microbatches before it, the last one joins them as it is",
+    first="silent", codes=("F134", "F149"), words=("clip", "microbatch", "sum"),
+    misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),
+)  # fmt: skip
+def clipped_before_the_backward_pass(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+
+        def clip(step: int, number: int, model: Model = model, last: int = 0 if name == "sick" else 1) -> None:
+            if number == last:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        train(model, folder / name, micro=2, after_backward=clip)

@@ -374,3 +374,56 @@ def whole_model_in_bf16(folder: Path) -> None:
         model = Model(InInputType).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-6, betas=(0.0, 0.999))
         train(model, folder / name, optimizer=optimizer)
+
+
+class _QuantizedMoment(torch.optim.Optimizer):
+    """AdamW whose first moment is kept in 8 bits: 64 elements of a row share a scale and a least value.
+
+    Attributes:
+        is_masked: elements that never had a gradient are left alone.
+    """
+
+    def __init__(self, parameters: Any, lr: float, *, is_masked: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.is_masked = is_masked
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, moment=self.stored(torch.zeros_like(p)), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                codes, scale, least = state["moment"]
+                first = (codes.float() * scale + least).view_as(p).lerp(p.grad, 0.1)
+                state["moment"] = self.stored(first)
+                second = state["exp_avg_sq"].lerp_(p.grad.square(), 0.001)
+                size = (second / (1 - 0.999 ** state["step"])).sqrt() + 1e-8
+                update = first / (1 - 0.9 ** state["step"]) / size
+                p.sub_(group["lr"] * (update * (second != 0) if self.is_masked else update))
+
+    @staticmethod
+    def stored(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes of 8 bits ``[blocks, 64]``, their scales and their least values."""
+        blocks = x.reshape(-1, 64)
+        least, most = blocks.aminmax(dim=1, keepdim=True)
+        scale = ((most - least) / 255).clamp(min=1e-30)
+        return ((blocks - least) / scale).round().to(torch.uint8), scale, least
+
+
+@situation(
+    16, "unslothai/unsloth-zoo#962",
+    "the 8-bit first moment of an element without a gradient does not come back as zero, and is divided by eps alone",
+    first="silent", modules=("blocks.0.down", "blocks.1.down"), words=("optimizer", "update"),
+    misleading=("smooth", "amax", "scale_rounding", "learning rate", "loss scal", "bf16"),
+)  # fmt: skip
+def moment_of_zero_is_not_zero(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        with torch.no_grad():  # a dead channel in each block: its gradients are zeros
+            for block in model.blocks:
+                block.gate.weight[5] = 0
+                block.down.weight[:, 5] = 0
+        optimizer = _QuantizedMoment(model.parameters(), 1e-3, is_masked=name == "clean")
+        train(model, folder / name, optimizer=optimizer)

@@ -75,7 +75,14 @@ def reciprocal_scale(folder: Path) -> None:
 
 
 class _Routed(nn.Module):
-    """Top-1 experts: the router is in high precision."""
+    """Top-1 experts: the router is in high precision.
+
+    Attributes:
+        jitter: what is added to the router's logits.
+        power: how often the router's weight of a token multiplies its expert's result.
+    """
+
+    power = 1
 
     def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -93,7 +100,7 @@ class _Routed(nn.Module):
             rows = chosen == number
             if rows.any():
                 parts = parts.index_put((rows.nonzero()[:, 0],), expert(h[rows]).to(x.dtype))
-        out: Tensor = x + parts * logits.softmax(-1).gather(1, chosen[:, None])
+        out: Tensor = x + parts * logits.softmax(-1).gather(1, chosen[:, None]) ** self.power
         return out
 
 
@@ -311,3 +318,38 @@ def rollout_on_another_schedule(folder: Path) -> None:
 
     rollouts(folder / "sick", shorten, block=_Timed)
     rollouts(folder / "clean", lambda engine: None, block=_Timed)
+
+
+@situation(
+    16, "ROCm/ATOM#2028",
+    "the rollout engine converts weights to its own FP8 format again with every refit, and doubles their scales each time",
+    first="silent", codes=("F122",), words=("times", "factor"),
+    misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def scales_double_with_every_refit(folder: Path) -> None:
+    num = [0]
+
+    def convert(engine: Any) -> None:
+        num[0] += 1
+        for block in engine.blocks:
+            for linear in (block.gate, block.up, block.down):
+                linear.weight.mul_(2.0 ** num[0])
+
+    rollouts(folder / "sick", convert)
+
+
+@situation(
+    16, "vllm-project/vllm#43694",
+    "the engine's experts apply the router's weights to their results, though their inputs have had them: twice in all",
+    first="silent", codes=("F122",),
+    modules=(*(f"blocks.0.experts.{i}" for i in range(4)), "blocks.1.router", *(f"blocks.1.experts.{i}" for i in range(4))),
+    words=("between", "no linear", "before it", "outside", "its input", "rout"),
+    misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def routing_weights_are_applied_twice(folder: Path) -> None:
+    def twice(engine: Any) -> None:
+        for block in engine.blocks:
+            block.power = 2
+
+    rollouts(folder / "sick", twice, block=_Routed)
+    rollouts(folder / "clean", lambda engine: None, block=_Routed)

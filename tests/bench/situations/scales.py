@@ -578,3 +578,27 @@ def scale_updated_between_microbatches(folder: Path) -> None:
 
     train(Model(_CachedWeight), folder / "sick", micro=4, steps=16)
     train(Model(Kept), folder / "clean", micro=4, steps=16)
+
+
+@situation(
+    16, "AI-Hypercomputer/maxtext#672",
+    "amax histories that travel as gradients are clipped with them: their scales are too small for what comes next",
+    first="silent", codes=("F101", "F104", "F113"), gemms=("fprop", "dgrad"), tensors=("input", "weight", "grad_output"),
+    words=("scale", "amax", "history", "clip"),
+    misleading=("smooth", "amax_eps", "optimizer", "learning rate", "loss scal", "longer history"),
+)  # fmt: skip
+def amax_histories_are_clipped(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(_Histories)
+        layers = [module for module in model.modules() if isinstance(module, _Histories)]
+
+        def clip(step: int, number: int, model: Model = model, layers: Any = layers, name: str = name) -> None:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            histories = [one for layer in layers for given in layer.gradients.values() for one in given]
+            norm = torch.stack([one.norm() for one in gradients + (histories if name == "sick" else [])]).norm()
+            for one in gradients + (histories if name == "sick" else []):
+                one.mul_((1.0 / norm).clamp(max=1.0))
+            for layer in layers:
+                layer.overwrite(sums=False)
+
+        train(model, folder / name, after_backward=clip)
