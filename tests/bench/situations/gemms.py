@@ -331,7 +331,7 @@ def output_rows_unwritten(folder: Path) -> None:
 @situation(
     16, "linkedin/Liger-Kernel#1413",
     "the fused backward kernel sums the products of gate and up into one accumulator, and the compiler drops those of up",
-    first="silent", modules=("blocks.0.gate_up", "blocks.1.gate_up"), gemms=("dgrad",), tensors=("grad_input",),
+    first="right", modules=("blocks.0.gate_up", "blocks.1.gate_up"), gemms=("dgrad",), tensors=("grad_input",),
     codes=("F108", "F117", "F121", "F128"), words=("gemm", "kernel", "contract"),
     misleading=("smooth", "amax_eps", "learning rate", "optimizer", "loss scal", "scale_rounding"),
 )  # fmt: skip

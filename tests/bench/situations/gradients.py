@@ -620,7 +620,7 @@ def nan_gradients_are_zeroed(folder: Path) -> None:
 @situation(
     16, "THUDM/slime#1842",
     "gradients are divided by the loss scale twice: by the training loop, and by the step of the optimizer once more",
-    first="silent", codes=("F126", "F134", "F143", "F149"), words=("loss scale",),
+    first="right", codes=("F126", "F134", "F143", "F149"), words=("loss scale",),
     misleading=("smooth", "amax", "bf16", "learning rate"),
 )  # fmt: skip
 def unscaled_twice(folder: Path) -> None:
@@ -677,7 +677,7 @@ class _FakeQuantized(BlockLinear):
 @situation(
     16, "pytorch/ao#4806",
     "the clamp of a fake quantization has no gradient at its limits, where each rounded value of the largest code lies",
-    first="silent", gemms=("wgrad",), tensors=("grad_weight",), codes=("F128", "F134", "F143", "F149"), words=("gradient",),
+    first="false alarm", gemms=("wgrad",), tensors=("grad_weight",), codes=("F128", "F134", "F143", "F149"), words=("gradient",),
     misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),
 )  # fmt: skip
 def gradient_stops_at_the_clamp(folder: Path) -> None:

@@ -323,7 +323,7 @@ def rollout_on_another_schedule(folder: Path) -> None:
 @situation(
     16, "ROCm/ATOM#2028",
     "the rollout engine converts weights to its own FP8 format again with every refit, and doubles their scales each time",
-    first="silent", codes=("F122",), words=("times", "factor"),
+    first="right", codes=("F122",), words=("times", "factor"),
     misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate"),
 )  # fmt: skip
 def scales_double_with_every_refit(folder: Path) -> None:
@@ -341,7 +341,7 @@ def scales_double_with_every_refit(folder: Path) -> None:
 @situation(
     16, "vllm-project/vllm#43694",
     "the engine's experts apply the router's weights to their results, though their inputs have had them: twice in all",
-    first="silent", codes=("F122",),
+    first="incomplete", codes=("F122",),
     modules=(*(f"blocks.0.experts.{i}" for i in range(4)), "blocks.1.router", *(f"blocks.1.experts.{i}" for i in range(4))),
     words=("between", "no linear", "before it", "outside", "its input", "rout"),
     misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate"),

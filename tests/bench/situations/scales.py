@@ -583,7 +583,7 @@ def scale_updated_between_microbatches(folder: Path) -> None:
 @situation(
     16, "AI-Hypercomputer/maxtext#672",
     "amax histories that travel as gradients are clipped with them: their scales are too small for what comes next",
-    first="silent", codes=("F101", "F104", "F113"), gemms=("fprop", "dgrad"), tensors=("input", "weight", "grad_output"),
+    first="right", codes=("F101", "F104", "F113"), gemms=("fprop", "dgrad"), tensors=("input", "weight", "grad_output"),
     words=("scale", "amax", "history", "clip"),
     misleading=("smooth", "amax_eps", "optimizer", "learning rate", "loss scal", "longer history"),
 )  # fmt: skip
