@@ -16,6 +16,7 @@ from fp8debug.rules.reading.loss_scales import (
     has_gradients,
     late_unscaling,
     stepped_while_scaled,
+    unscaled_twice,
 )
 from fp8debug.rules.reading.losses import loss_format
 from fp8debug.rules.reading.nonfinite import cure_of_gradient, gradients_from_outside
@@ -42,6 +43,11 @@ _CLIP = (
     "divide the gradients by the loss scale before they are clipped (scaler.unscale_(optimizer), then clip_grad_norm_); no cast"
     " changes it"
 )
+#: The cure of gradients that are divided twice.
+_ONCE = (
+    "divide the gradients by the loss scale once: where the optimizer's step divides them itself (scaler.step(), an optimizer of"
+    " mixed precision), nothing before it may; no cast changes it"
+)
 #: The cure of gradients that are scaled when the optimizer steps.
 _STEP = (
     "let the scaler take the optimizer's step (scaler.step(optimizer)), which divides the gradients by the loss scale first, with"
@@ -66,8 +72,9 @@ class LossScaleLoop(Rule):
         and no scale makes 0 / 0 finite; the Linear is named. gradients-vanish: gradients of most modules lie on the grid of
         FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not. clipped-while-scaled:
         at every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so small that it is the
-        usual one over the loss scale: they were clipped before they were divided by it. stepped-while-scaled: at every sampled
-        step the optimizer gets the gradients as wgrad gave them, under a loss scale that should have been divided out, and its
+        usual one over the loss scale: they were clipped before they were divided by it. unscaled-twice: at every sampled step
+        they are wgrad's over the square of the loss scale, and far smaller than gradients are. stepped-while-scaled: at every
+        sampled step the optimizer gets the gradients as wgrad gave them, under a loss scale that should have been divided out, and its
         first moment (the update of an optimizer without one) is of them. unscaled-late: at the steps at which the loss scale
         grows, the gradient norm (of every step, where watch.step(grad_norm=...) has it before clipping; else the gradients that
         the optimizer gets at sampled steps) is short of the steps before and after by just that growth: it was divided by the
@@ -112,6 +119,10 @@ class LossScaleLoop(Rule):
           sampled steps. Closed form: a limit of c leaves a norm of c / S, and the factor is c / (S |g|). Gradients of a sum over
           tokens that are divided by their number have a small factor too, and an ordinary norm. No published basis for the
           range of limits, which are 0.1 to 10 in public recipes.
+        - max_twice_error 0.1, max_clipped_norm, min_clipped_steps: of unscaled-twice, distance of the multiple of wgrad's
+          gradients from the inverse of the scale's square, as log2, at every sampled step. Closed form: 0, and both are known
+          from samples to some percent; gradients that are divided by the number of their tokens too keep an ordinary norm. No
+          published basis for the limits. Seen in slime #1842.
         - min_divided_scale 1024, min_clipped_steps: of stepped-while-scaled, least loss scale that is judged, and sampled steps.
           A gradient that was divided by a scale S is 1 / S of wgrad's, one that was not as large as it; the limit is
           1 / sqrt(S), 1/32 at least, so that a sum over up to 32 ranks passes. Of the gradient Adam's first moment
@@ -145,6 +156,7 @@ class LossScaleLoop(Rule):
     least_limit: float = 0.01
     greatest_limit: float = 100.0
     min_clipped_steps: int = 3
+    max_twice_error: float = 0.1
     min_divided_scale: float = 1024.0
     min_losses: int = 16
     min_full_share: float = 0.25
@@ -182,7 +194,7 @@ class LossScaleLoop(Rule):
         yield from self._loop(run, trace)
         yield from self._vanishing(run)
         yield from self._late(run)
-        yield from self._clipped(run)
+        yield from list(self._twice(run)) or self._clipped(run)
         yield from self._stepped(run)
         yield from self._rounded(run)
 
@@ -208,6 +220,18 @@ class LossScaleLoop(Rule):
             finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.multiple,
                                     found.scale**-0.5)  # fmt: skip
             yield replace(finding, name="stepped-while-scaled", cure=_STEP)
+
+    def _twice(self, run: Run) -> Iterable[Finding]:
+        found = unscaled_twice(run, self.max_clipped_norm, self.max_twice_error, self.min_clipped_steps)
+        if found is not None:
+            message = (
+                f"the gradients that the optimizer gets have a norm of {found.norm:.2g} at {len(found.steps)} sampled steps from"
+                f" step {found.steps[0]} on, and are those of wgrad over {found.scale**2:.2g}, the square of the loss scale of"
+                f" {times(found.scale)}: they were divided by it twice"
+            )
+            finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.norm,
+                                    self.max_clipped_norm)  # fmt: skip
+            yield replace(finding, name="unscaled-twice", cure=_ONCE)
 
     def _clipped(self, run: Run) -> Iterable[Finding]:
         limits = ClippingLimits(

@@ -457,6 +457,28 @@ def test_gradients_that_are_clipped_while_they_are_scaled(tmp_path: Path, factor
         assert found[0].cure.startswith("divide the gradients by the loss scale before they are clipped")
 
 
+@pytest.mark.parametrize(
+    ("divisor", "norm", "is_found"),
+    [
+        (65536.0**2, 1.0 / 65536, True),
+        (1.05 * 65536.0**2, 1.0 / 65536, True),  # known from samples
+        (1.2 * 65536.0**2, 1.0 / 65536, False),
+        (65536.0, 1e-4, False),  # small gradients, divided once
+        (65536.0**2, 1.0, False),  # gradients of a sum over 65536 tokens, which are divided by their number
+    ],
+)
+def test_gradients_that_are_divided_by_the_loss_scale_twice(tmp_path: Path, divisor: float, norm: float, is_found: bool) -> None:
+    square = norm**2 / 6 * 8192 / 65536  # of the sampled elements, so that all modules' norm is this one
+    given = {"sum_grad2": square, "sum_given2": 1.0, "sum_passes2": divisor**2, "sum_given_passes": divisor}
+    run = build(tmp_path / "run", steps=sick.scales(lambda step: 65536.0), updates=lambda step, module: given)
+    found = [f for f in triage(run, select=["F126"]) if f.name == "unscaled-twice"]
+    assert [f.severity for f in found] == ([Severity.WARNING] if is_found else [])
+    if is_found:
+        assert "those of wgrad over 4.3e+09, the square of the loss scale of 65536" in found[0].message
+        assert found[0].cure.startswith("divide the gradients by the loss scale once")
+        assert "clipped-while-scaled" not in [f.name for f in triage(run, select=["F126"])]
+
+
 def test_groups_are_found_by_numbers_and_shapes(tmp_path: Path) -> None:
     run = build(tmp_path / "run", modules=sick.ROUTED, overrides=sick.SHARES, num_steps=30)
     groups = {(g.prefix, g.suffix): g for g in numbered(run)}

@@ -1,4 +1,4 @@
-"""Gradients under a loss scale: divided by the scale of their own backward pass or by the next one, clipped before that or after.
+"""Gradients under a loss scale: divided by it once, twice or by the next one, clipped before that or after.
 
 A gradient is the loss scale's multiple of what it should be, S g, and the program divides it by S. One that divides by S' = r S,
 after the scale has grown, steps with g / r. At such a step log2 of the gradients' norm lies log2 r below its neighbours' mean;
@@ -6,6 +6,9 @@ without the fault it lies there by chance only.
 
 Clipping to a norm of c multiplies g by c / |g|. A program that clips S g before it divides by S steps with a gradient of norm
 c / S in place of c, and its clipping factor is c / (S |g|).
+
+A program that divides twice steps with g / S, S^2 times smaller than what wgrad gave at every step. One that divides the gradient
+of a sum by the number of its terms, T, steps with g, S T times smaller: T may be S, and then g tells the two apart.
 
 A program that steps before it divides gives the optimizer S g, as wgrad gave it. Where the optimizer divides (a fused kernel that
 gets the scale), weight.grad is S g too, but its first moment, or the update of SGD, is of g: smaller by S.
@@ -98,6 +101,21 @@ class ClippingLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnscaledTwice:
+    """Gradients that were divided by the loss scale twice.
+
+    Attributes:
+        steps: sampled steps, all of those that have a loss scale.
+        scale: loss scale, the median.
+        norm: of the gradients that the optimizer got, over the watched weights, the median.
+    """
+
+    steps: tuple[int, ...]
+    scale: float
+    norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SteppedWhileScaled:
     """Gradients that were still multiplied by the loss scale when the optimizer stepped.
 
@@ -146,6 +164,26 @@ def _used_of_given(run: Run) -> dict[int, float]:
         if _is_positive(row["used2"]):
             found.setdefault(row["step"], []).append(math.sqrt(row["used2"]))
     return {step: median(values) for step, values in found.items()}
+
+
+def unscaled_twice(run: Run, max_norm: float, max_error: float, min_steps: int) -> UnscaledTwice | None:
+    """Return the gradients that were divided by the loss scale twice; None where nothing shows it.
+
+    Args:
+        run: the run.
+        max_norm: of the gradients that the optimizer gets, at every step.
+        max_error: of the multiple of wgrad's gradients from the inverse of the scale's square, as log2, at every step.
+        min_steps: sampled steps that have a loss scale above 1 and known gradients.
+    """
+    scales = {step: scale for step, scale in _noted(run, "loss_scale").items() if scale > 1}
+    norms, inverses = _sampled_gradients(run)
+    steps = tuple(step for step in norms if step in scales and step in inverses)
+    if len(steps) < min_steps or not all(
+        norms[step] <= max_norm and abs(math.log2(inverses[step] / scales[step] ** 2)) <= max_error for step in steps
+    ):
+        return None
+    scale, norm = median(scales[step] for step in steps), median(norms[step] for step in steps)
+    return UnscaledTwice(steps=steps, scale=scale, norm=norm)
 
 
 def clipped_while_scaled(run: Run, limits: ClippingLimits) -> ClippedWhileScaled | None:
