@@ -11,6 +11,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.loss_scales import (
     ClippingLimits,
+    TwiceLimits,
     UnscalingLimits,
     clipped_while_scaled,
     has_gradients,
@@ -70,15 +71,15 @@ class LossScaleLoop(Rule):
         initial value has ended; or a scale that has sunk below 1. Where gradients bring the first NaN or Inf of a step into the
         Linears, and still do when the scale is a small part of what it was, it is not at fault: half of it halves an overflow,
         and no scale makes 0 / 0 finite; the Linear is named. gradients-vanish: gradients of most modules lie on the grid of
-        FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not. clipped-while-scaled:
-        at every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so small that it is the
-        usual one over the loss scale: they were clipped before they were divided by it. unscaled-twice: at every sampled step
-        they are wgrad's over the square of the loss scale, and far smaller than gradients are. stepped-while-scaled: at every
-        sampled step the optimizer gets the gradients as wgrad gave them, under a loss scale that should have been divided out, and its
-        first moment (the update of an optimizer without one) is of them. unscaled-late: at the steps at which the loss scale
-        grows, the gradient norm (of every step, where watch.step(grad_norm=...) has it before clipping; else the gradients that
-        the optimizer gets at sampled steps) is short of the steps before and after by just that growth: it was divided by the
-        new scale. Where no loss scale is recorded, it is what the gradients are over those of wgrad. No layer is to blame.
+        FP16's subnormals and are zero in part before any cast, whether a loss scale was recorded or not. clipped-while-scaled: at
+        every sampled step the gradients that the optimizer gets are clipped hard, and to a norm so small that it is the usual one
+        over the loss scale: they were clipped before they were divided by it. unscaled-twice: at every sampled step they are
+        wgrad's over the square of the loss scale, and far smaller than gradients are. stepped-while-scaled: at every sampled step
+        the optimizer gets the gradients as wgrad gave them, under a loss scale that should have been divided out, and its first
+        moment (the update of an optimizer without one) is of them. unscaled-late: at the steps at which the loss scale grows, the
+        gradient norm (of every step, where watch.step(grad_norm=...) has it before clipping; else the gradients that the
+        optimizer gets at sampled steps) is short of the steps before and after by just that growth: it was divided by the new
+        scale. Where no loss scale is recorded, it is what the gradients are over those of wgrad. No layer is to blame.
         loss-rounded, information: all losses are values of BF16 or of FP16, so that the loss function most likely computes in it.
 
     Why it matters
@@ -119,10 +120,11 @@ class LossScaleLoop(Rule):
           sampled steps. Closed form: a limit of c leaves a norm of c / S, and the factor is c / (S |g|). Gradients of a sum over
           tokens that are divided by their number have a small factor too, and an ordinary norm. No published basis for the
           range of limits, which are 0.1 to 10 in public recipes.
-        - max_twice_error 0.1, max_clipped_norm, min_clipped_steps: of unscaled-twice, distance of the multiple of wgrad's
-          gradients from the inverse of the scale's square, as log2, at every sampled step. Closed form: 0, and both are known
-          from samples to some percent; gradients that are divided by the number of their tokens too keep an ordinary norm. No
-          published basis for the limits. Seen in slime #1842.
+        - max_twice_error 0.1, min_twice_range 1.25, max_clipped_norm, min_clipped_steps: of unscaled-twice, distance of the
+          multiple of wgrad's gradients from the inverse of the scale's square, as log2, at every sampled step; and the largest
+          norm times the loss scale over the smallest. Closed form: the distance is 0, and both are known from samples to some
+          percent; a norm that was clipped to is the same at every step; and gradients that are divided by the number of their
+          tokens too keep an ordinary norm. No published basis for the limits. Seen in slime #1842.
         - min_divided_scale 1024, min_clipped_steps: of stepped-while-scaled, least loss scale that is judged, and sampled steps.
           A gradient that was divided by a scale S is 1 / S of wgrad's, one that was not as large as it; the limit is
           1 / sqrt(S), 1/32 at least, so that a sum over up to 32 ranks passes. Of the gradient Adam's first moment
@@ -157,6 +159,7 @@ class LossScaleLoop(Rule):
     greatest_limit: float = 100.0
     min_clipped_steps: int = 3
     max_twice_error: float = 0.1
+    min_twice_range: float = 1.25
     min_divided_scale: float = 1024.0
     min_losses: int = 16
     min_full_share: float = 0.25
@@ -222,7 +225,13 @@ class LossScaleLoop(Rule):
             yield replace(finding, name="stepped-while-scaled", cure=_STEP)
 
     def _twice(self, run: Run) -> Iterable[Finding]:
-        found = unscaled_twice(run, self.max_clipped_norm, self.max_twice_error, self.min_clipped_steps)
+        limits = TwiceLimits(
+            max_norm=self.max_clipped_norm,
+            max_error=self.max_twice_error,
+            min_range=self.min_twice_range,
+            min_steps=self.min_clipped_steps,
+        )
+        found = unscaled_twice(run, limits)
         if found is not None:
             message = (
                 f"the gradients that the optimizer gets have a norm of {found.norm:.2g} at {len(found.steps)} sampled steps from"

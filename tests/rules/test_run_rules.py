@@ -458,19 +458,25 @@ def test_gradients_that_are_clipped_while_they_are_scaled(tmp_path: Path, factor
 
 
 @pytest.mark.parametrize(
-    ("divisor", "norm", "is_found"),
+    ("divisor", "norm", "varies", "is_found"),
     [
-        (65536.0**2, 1.0 / 65536, True),
-        (1.05 * 65536.0**2, 1.0 / 65536, True),  # known from samples
-        (1.2 * 65536.0**2, 1.0 / 65536, False),
-        (65536.0, 1e-4, False),  # small gradients, divided once
-        (65536.0**2, 1.0, False),  # gradients of a sum over 65536 tokens, which are divided by their number
+        (65536.0**2, 1.0 / 65536, True, True),
+        (1.05 * 65536.0**2, 1.0 / 65536, True, True),  # known from samples
+        (1.2 * 65536.0**2, 1.0 / 65536, True, False),
+        (65536.0**2, 1.0 / 65536, False, False),  # clipped to the norm that they would have had, times the scale
+        (65536.0, 1e-4, True, False),  # small gradients, divided once
+        (65536.0**2, 1.0, True, False),  # gradients of a sum over 65536 tokens, which are divided by their number
     ],
 )
-def test_gradients_that_are_divided_by_the_loss_scale_twice(tmp_path: Path, divisor: float, norm: float, is_found: bool) -> None:
-    square = norm**2 / 6 * 8192 / 65536  # of the sampled elements, so that all modules' norm is this one
-    given = {"sum_grad2": square, "sum_given2": 1.0, "sum_passes2": divisor**2, "sum_given_passes": divisor}
-    run = build(tmp_path / "run", steps=sick.scales(lambda step: 65536.0), updates=lambda step, module: given)
+def test_gradients_that_are_divided_by_the_loss_scale_twice(
+    tmp_path: Path, divisor: float, norm: float, varies: bool, is_found: bool
+) -> None:
+    def given(step: int, module: str) -> dict[str, float]:
+        size = norm * (1.5 if varies and step >= 50 else 1.0)
+        square = size**2 / 6 * 8192 / 65536  # of the sampled elements, so that all modules' norm is this one
+        return {"sum_grad2": square, "sum_given2": 1.0, "sum_passes2": divisor**2, "sum_given_passes": divisor}
+
+    run = build(tmp_path / "run", steps=sick.scales(lambda step: 65536.0), updates=given)
     found = [f for f in triage(run, select=["F126"]) if f.name == "unscaled-twice"]
     assert [f.severity for f in found] == ([Severity.WARNING] if is_found else [])
     if is_found:

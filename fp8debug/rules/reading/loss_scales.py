@@ -166,21 +166,40 @@ def _used_of_given(run: Run) -> dict[int, float]:
     return {step: median(values) for step, values in found.items()}
 
 
-def unscaled_twice(run: Run, max_norm: float, max_error: float, min_steps: int) -> UnscaledTwice | None:
+@dataclass(frozen=True, kw_only=True)
+class TwiceLimits:
+    """Thresholds of ``unscaled_twice``.
+
+    Attributes:
+        max_norm: of the gradients that the optimizer gets, at every step.
+        max_error: of the multiple of wgrad's gradients from the inverse of the scale's square, as log2, at every step.
+        min_range: of that norm times the loss scale, the largest over the smallest: a norm that was clipped to is one.
+        min_steps: sampled steps that have a loss scale above 1 and known gradients.
+    """
+
+    max_norm: float
+    max_error: float
+    min_range: float
+    min_steps: int
+
+
+def unscaled_twice(run: Run, limits: TwiceLimits) -> UnscaledTwice | None:
     """Return the gradients that were divided by the loss scale twice; None where nothing shows it.
 
     Args:
         run: the run.
-        max_norm: of the gradients that the optimizer gets, at every step.
-        max_error: of the multiple of wgrad's gradients from the inverse of the scale's square, as log2, at every step.
-        min_steps: sampled steps that have a loss scale above 1 and known gradients.
+        limits: thresholds.
     """
     scales = {step: scale for step, scale in _noted(run, "loss_scale").items() if scale > 1}
     norms, inverses = _sampled_gradients(run)
     steps = tuple(step for step in norms if step in scales and step in inverses)
-    if len(steps) < min_steps or not all(
-        norms[step] <= max_norm and abs(math.log2(inverses[step] / scales[step] ** 2)) <= max_error for step in steps
+    if len(steps) < limits.min_steps or not all(
+        norms[step] <= limits.max_norm and abs(math.log2(inverses[step] / scales[step] ** 2)) <= limits.max_error
+        for step in steps
     ):
+        return None
+    sizes = [norms[step] * scales[step] for step in steps]
+    if max(sizes) < limits.min_range * min(sizes):
         return None
     scale, norm = median(scales[step] for step in steps), median(norms[step] for step in steps)
     return UnscaledTwice(steps=steps, scale=scale, norm=norm)
