@@ -20,22 +20,25 @@ class InferenceDiffers(Rule, PartingLimits):
     """The weights give other logits in inference than in training, although the training loss looks fine.
 
     What it detects
-        The logits of one batch by the training's own FP8 forward and by inference (the same modules in high precision, or
-        a path of yours), compared by `watch.compare_inference(batch)`. Quantization noise alone moves logits by a few
-        percent of their size; here the difference is a material part of it, and the predicted distributions differ; or it is
-        suddenly many times what the comparisons before it showed. It stands only when no other rule has found the operand at
-        fault, which then is the cause. Where both passes called modules of the same names, the first module is named whose own
-        difference, given the input that it got, is at least own_share of the largest; and why: its weight, a scale, the error of
-        a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules differ alike none is named;
-        where none does, the first whose input differs is, as what differs lies before it (attention, a cache's scales, a norm).
-        Where the weights of most modules differ and move towards training's from one comparison to the next, it is information:
-        inference has a moving average of them, or an earlier step's, as it may be meant; where they stand, the message says so.
-        Where the logits differ by no more than noise: other-precision, information: a module runs in FP8 in one path and in
-        high precision in the other, while both run other modules in FP8 (a list of exceptions that matches other names than
-        were meant). rounded-before-cast, information: both cast the weights to FP8, inference after an export in BF16, which
-        changes codes near the ties; the difference grows as updates become smaller than BF16's spacing. other-weight, a warning:
-        a weight is not training's, beyond what a cast to FP8 or BF16 makes of it, while those of most modules are (one that is
-        not synchronized; where all differ, inference may have an earlier step's or their average on purpose).
+        The logits of one batch by the training's own FP8 forward and by inference (the same modules in high precision, or a path
+        of yours), compared by `watch.compare_inference(batch)`. Quantization noise alone moves logits by a few percent of
+        their size; here the difference is a material part of it, and the predicted distributions differ; or it is
+        suddenly many times what the comparisons before it showed. It stands only when no other rule has found the operand
+        at fault, which then is the cause. Where both passes called modules of the same names, the first module is named
+        whose own difference, given the input that it got, is at least own_share of the largest; and why: its weight, a
+        scale, the error of a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules
+        differ alike none is named; where none does, the first whose input differs is, as what differs lies before it
+        (attention, a cache's scales, a norm). Where the weights of most modules differ and move towards training's from
+        one comparison to the next, it is information: inference has a moving average of them, or an earlier step's, as it
+        may be meant; where they stand, the message says so. Where the logits differ by no more than noise, or do not
+        last: other-precision, information: a module runs in FP8 in one path and in high precision in the other, while
+        both run other modules in FP8 (a list of exceptions that matches other names than were meant).
+        rounded-before-cast, information: both cast the weights to FP8, inference after an export in BF16, which changes
+        codes near the ties; the difference grows as updates become smaller than BF16's spacing. other-weight, a warning:
+        a weight is not training's, beyond what a cast to FP8 or BF16 makes of it, while those of most modules are (one
+        that is not synchronized; where all differ, inference may have an earlier step's or their average on purpose).
+        other-input, a warning: all modules compute the same in both, the first ones from the same inputs, and then one
+        gets an input that is further away than a cast to FP8 makes it: what lies before it differs.
 
     Why it matters
         Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
@@ -68,7 +71,8 @@ class InferenceDiffers(Rule, PartingLimits):
           basis.
         - min_fp8_error 0.00025, max_fp8_error 0.004, max_rounded_gain 0.01: squared relative difference that rounding a weight to
           FP8 makes, 36 to 24 dB: E4M3 has 31.5 dB on Gaussian data and E5M2 25.5; and what it changes of the factor; numerics.md,
-          4 (warn beyond 1 %). They choose among the causes in the message.
+          4 (warn beyond 1 %). They choose among the causes in the message, and of other-input the input lies beyond max_fp8_error
+          where those before it lie within max_exact_error. Seen in vllm #43694.
         - min_followed 0.5, min_toward 0.1, max_standing 0.5: of weights that differ in most modules, share of the elements of
           each that moved between two comparisons, of those that training moved, and median cosine of that way with the one to
           training's weight: weights follow training; the median share up to which they stand, as an average in BF16 does. No
@@ -107,9 +111,8 @@ class InferenceDiffers(Rule, PartingLimits):
         bad, threshold = [row for row in rows if self._exceeds(row, self.max_nmse, self.max_kl)], self.max_nmse
         if not bad:
             bad, threshold = self._after_jump(rows), self.jump_nmse
-        if not bad:
-            yield from self._quiet(run)
         if not bad or len(bad) < self.min_share * sum(row["step"] >= bad[0]["step"] for row in rows):
+            yield from self._quiet(run)
             return
         worst = max(bad, key=lambda row: float(row["inference_nmse"]))
         message = (
@@ -136,7 +139,7 @@ class InferenceDiffers(Rule, PartingLimits):
         steps = run.sql("SELECT min(step) AS first, max(step) AS last FROM events WHERE kind = 'inference'").to_pylist()[0]
         for name, part in quiet_differences(run, self.min_share, self):
             severity, message = Severity.INFO, part.why
-            if name == "other-weight":
+            if name in ("other-weight", "other-input"):
                 severity, message = Severity.WARNING, f"{part.module} in inference: {part.why}; the logits hardly show it"
             yield Finding(code=self.code, name=name, severity=severity, steps=(steps["first"], steps["last"]),
                           ranks=tuple(run.ranks), message=message, module=part.module, gemm="fprop", tensor=part.tensor,

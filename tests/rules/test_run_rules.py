@@ -286,6 +286,32 @@ def test_paths_whose_modules_compute_the_same(tmp_path: Path, inputs: tuple[floa
     assert words in finding.message
 
 
+@pytest.mark.parametrize(("inputs", "weight", "nmse", "is_found"), [
+    ((0.0, 0.03, 0.02), 0.0, 1e-3, True),
+    ((0.0, 5e-6, 0.02), 0.0, 1e-3, True),  # BF16's noise before it
+    ((0.0, 2e-3, 0.02), 0.0, 1e-3, False),  # as codes near a tie differ, and grow with depth
+    ((0.0, 0.0, 3e-3), 0.0, 1e-3, False),
+    ((0.03, 0.03, 0.02), 0.0, 1e-3, False),  # another batch
+    ((0.0, 0.03, 0.02), 7e-4, 1e-3, False),  # weights in FP8
+    ((0.0, 0.0, 0.0), 0.0, 1e-3, False),
+])  # fmt: skip
+def test_an_input_that_differs_while_the_logits_hardly_do(
+    tmp_path: Path, inputs: tuple[float, ...], weight: float, nmse: float, is_found: bool
+) -> None:
+    measures = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")]
+    rows = {
+        name: [weight, 1.0, None, None, 8e-4, 1.0, 7e-4, 1.0, size, 1.0]
+        for name, size in zip(("gate", "router", "expert"), inputs, strict=True)
+    }
+    text = json.dumps({"measures": [*measures, "input", "rows"], "modules": rows})
+    events = [(step, "inference", None, text) for step in (40, 60, 80)]
+    found = triage(build(tmp_path / "run", steps=sick.compared(nmse, 1e-3), events=events))
+    assert [(f.code, f.name, f.severity) for f in found] == ([("F122", "other-input", "warning")] if is_found else [])
+    for finding in found:
+        place = "gate and router" if inputs[1] > 1e-5 else "router and expert"
+        assert finding.tensor == "input" and f"what differs lies between {place}" in finding.message
+
+
 def test_a_layer_at_fault_explains_a_divergence(tmp_path: Path) -> None:
     overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", slots={"gain": 2.0})]
     findings = triage(build(tmp_path / "run", steps=sick.FIRES["F127"]["steps"], overrides=overrides))

@@ -167,6 +167,7 @@ def quiet_differences(run: Run, min_share: float, limits: PartingLimits) -> Iter
     ``other-precision``: one path runs a module in FP8 and the other does not, where both run other modules in FP8 (a path
     that has no FP8 at all is another recipe, not another list of modules). ``rounded-before-cast``: weights are in inference
     what BF16 makes of training's, where both paths cast them to FP8. ``other-weight``: a few weights are not training's.
+    ``other-input``: what lies before a module differs, where all modules compute the same.
 
     Args:
         run: a run.
@@ -175,10 +176,23 @@ def quiet_differences(run: Run, min_share: float, limits: PartingLimits) -> Iter
     """
     query = "SELECT message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
     compared = [modules for modules in (_modules(row["message"]) for row in run.sql(query).to_pylist()) if modules]
-    for name, look in (("other-precision", _other_precision), ("rounded-before-cast", _rounded), ("other-weight", _other_weight)):
+    looks = (("other-precision", _other_precision), ("rounded-before-cast", _rounded), ("other-weight", _other_weight),
+             ("other-input", _other_input))  # fmt: skip
+    for name, look in looks:
         found = [part for modules in compared if (part := look(modules, limits)) is not None]
         if found and len(found) >= min_share * len(compared):
             yield name, found[0]
+
+
+def _other_input(modules: dict[str, dict[str, float | None]], limits: PartingLimits) -> Parting | None:
+    """Return the first Linear behind an input that differs by more than a cast to FP8 makes, where earlier ones are the same."""
+    if any(value > limits.max_exact_error for m in modules.values() for value in _own(m, limits).values()):
+        return None
+    differs = next((m for m in modules.values() if (m.get("input") or 0.0) > limits.max_exact_error or m["rows"] == 0), None)
+    if differs is None or differs["rows"] == 0 or (differs["input"] or 0.0) <= limits.max_fp8_error:
+        return None
+    found = _between(modules, limits)
+    return found if found.place else None
 
 
 def _between(modules: Mapping[str, Mapping[str, float | None]], limits: PartingLimits) -> Parting:
@@ -190,8 +204,8 @@ def _between(modules: Mapping[str, Mapping[str, float | None]], limits: PartingL
     if place:
         what = f"between {names[place - 1]} and {names[place]}"
     cure = (
-        f"compare what both paths compute {what}: attention, keys and values that are kept in FP8, masks, positions, noise levels"
-        " or other conditions, and the batch"
+        f"compare what both paths compute {what}: attention, keys and values that are kept in FP8, masks, positions, weights of"
+        " experts' results, noise levels or other conditions, and the batch"
     )
     if place is None:
         why += ": what differs lies between them (attention, sampling, batch)"
