@@ -312,6 +312,27 @@ def test_an_input_that_differs_while_the_logits_hardly_do(
         assert finding.tensor == "input" and f"what differs lies between {place}" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("steps", "loss", "is_found"),
+    [
+        ([20, 60], None, True),
+        ([20, 90], None, True),  # the last sampled step is one of them
+        ([60], None, False),
+        ([20, 60], 0.0, False),  # batches without a token to learn from
+        ([20, 60], float("nan"), False),
+    ],
+)
+def test_steps_without_a_gradient(tmp_path: Path, steps: list[int], loss: float | None, is_found: bool) -> None:
+    overrides = [Override(**sick.GRADIENTS, steps=(step, step + 1), slots=sick.ZERO) for step in steps]
+    losses = {} if loss is None else {step: {"loss": loss} for step in steps}
+    found = [f for f in triage(build(tmp_path / "run", overrides=overrides, steps=losses)) if f.code == "F143"]
+    names = [("no-gradient-at-steps", "warning", "blocks.1.mlp.down")] if is_found else []
+    assert [(f.name, f.severity, f.module) for f in found] == names
+    if is_found:
+        assert found[0].steps == (steps[0], steps[-1])
+        assert "at 2 of 10 sampled steps, first step 20, whose losses are as large as others" in found[0].message
+
+
 def test_a_layer_at_fault_explains_a_divergence(tmp_path: Path) -> None:
     overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", slots={"gain": 2.0})]
     findings = triage(build(tmp_path / "run", steps=sick.FIRES["F127"]["steps"], overrides=overrides))
