@@ -24,6 +24,7 @@ _ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MAS
     "unheld",
 )
 _BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER, _ROUNDED, _CUT = "beyond", "averaged", "own factor", "after", "rounded", "cut"
+_EARLY = "early"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
@@ -34,7 +35,7 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer",
           _BEYOND: "gradient-out-of-size", _AVERAGED: "gradient-averaged-twice", _OWN_FACTOR: "gradient-of-another-factor",
           _AFTER: "gradient-changed-after-dgrad", _ROUNDED: ROUNDED_TO_ZERO,
-          _CUT: "gradient-cut-off"}  # fmt: skip
+          _CUT: "gradient-cut-off", _EARLY: "gradient-clipped-early"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -58,6 +59,8 @@ _CURES = {
     " overwrite_main_grad off)",
     _UNEQUAL: "check what touches weight.grad between the two microbatches: a hook, a scaler or a reduction over one rank that"
     " multiplies what is there already",
+    _EARLY: "clip once a step, after the last backward pass (and after scaler.unscale_) and before the optimizer's step; a"
+    " function that computes the loss alone runs before the backward pass",
     _USES: "check what splits or delays the weight gradient of a module that is called several times (a pipeline's separate wgrad"
     " pass, a custom autograd function): each use has to be added once; without the split autograd does it",
     _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
@@ -111,7 +114,8 @@ class GradientLost(Rule):
         updated; information where none of these runs before it, as of a program that trains its last layers alone),
         gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
         weight.grad between them: a program that does may join the gradients of two losses as it likes, and one that
-        clips after each microbatch clips the first one's twice, by another factor at each step), gradient-of-one-use
+        clips after each microbatch clips the first one's twice, by another factor at each step), gradient-clipped-early (such a
+        factor for the first of two passes, while the second arrives as wgrad gave it), gradient-of-one-use
         (of a weight that modules share and that each of them multiplies once a step, it is as large as one use's, and
         not as their sum; or of a module that is called several times in the only pass, it is one call's),
         gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one
@@ -174,6 +178,9 @@ class GradientLost(Rule):
           place, at most, over their median; min_size_ratio times theirs is that of the modules before it, at half of the sampled
           steps or fewer, of min_empty_steps or more, and not at the last ones alone. No published basis.
         - gradient-without-optimizer: min_empty_steps sampled steps; the sums of the weight differ by 1e-9 of their size at most.
+        - min_empty_steps, max_spread too of gradient-clipped-early: sampled steps at which the first of two passes has a smaller
+          factor, and distance of the second's from 1 there, and of the sum's at the others. Closed form: 0; clipping after each
+          pass leaves it at 1 only where the sum lies within the limit that the first pass exceeded. Seen in nano-world-model #22.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
         - max_lost_square 0.5: of gradient-rounded-to-zero, share of the square of wgrad's result that is lost over the share of
@@ -250,6 +257,13 @@ class GradientLost(Rule):
                 and not (kind == _UNEQUAL and self._is_clipped(ill))
             }
             yield from self._finding(run, kind, shown, places)
+        whole = {row["module"] for row in rows if self._is_scaled_sum(row)}
+        early = {
+            name: ill
+            for name, ill in found.get(_UNEQUAL, {}).items()
+            if name not in whole and self._is_clipped(ill) and self._keeps_the_last(ill)
+        }
+        yield from self._finding(run, _EARLY, early, places)
         known = {module for modules in found.values() for module in modules}
         yield from self._scaled(run, [row for row in rows if row["sum_since2"] is not None], places)
         with_parts = [row for row in rows if row["sum_since2"] is not None]
@@ -428,6 +442,16 @@ class GradientLost(Rule):
         """
         factors = [pair[0] / pair[1] for pair in map(self._factors, rows) if pair is not None]
         return len(factors) > 1 and max(factors) < 1 and max(factors) >= self.min_gain * min(factors)
+
+    def _keeps_the_last(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the second of two passes arrives as wgrad gave it at each step, which no clipping of the sum left."""
+        factors = [pair[1] for pair in map(self._factors, rows) if pair is not None]
+        return len(factors) >= self.min_empty_steps and all(abs(factor - 1) <= self.max_spread for factor in factors)
+
+    def _is_scaled_sum(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a gradient is the sum of its passes by another factor than 1."""
+        is_sum = _nmse(row["given2"], row["passes2"], row["given_passes"]) <= self.min_sum_nmse
+        return is_sum and abs(row["given_passes"] / row["passes2"] - 1) > self.max_spread
 
     def _scaled(self, run: Run, rows: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the finding of gradients that are the same multiple of their sums in all modules and steps."""
@@ -618,7 +642,7 @@ class GradientLost(Rule):
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
         """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
-        warnings = (_ABSENT, _USES, _NEVER, _SCALED, _ROUNDED, _UNHELD, _AVERAGED)
+        warnings = (_ABSENT, _USES, _NEVER, _SCALED, _ROUNDED, _UNHELD, _AVERAGED, _EARLY)
         severity = Severity.WARNING if kind in warnings else Severity.ERROR
         severity = Severity.INFO if kind in (_OWN_FACTOR, _MASKED, _JOINED, _CUT) else severity
         others = f", as in {_counted(len(shown) - 1, 'other module')}" if len(shown) > 1 else ""
@@ -664,19 +688,23 @@ class GradientLost(Rule):
             size = math.sqrt(row["before2"] / row["given2"]) if row["given2"] else math.inf
             was = f"still holds that of earlier steps when a step begins, {size:.2g} times its size at the end"
             return size, 0.0, f"gets a gradient that {was}, for the weight"
-        if kind == _UNEQUAL:
-            a, b = self._factors(row) or (1.0, 1.0)
-            return (
-                a / b,
-                self.min_gain,
-                f"steps with {a:.3g} times the first pass's gradient and {b:.3g} times the second's, for the weight",
-            )
+        if kind in (_UNEQUAL, _EARLY):
+            return self._told_of_two(kind, row)
         nmse = _nmse(row["given2"], row["passes2"], row["given_passes"])
         square = next(square for name, square, _ in _PARTS if name == kind)
         share = percent(math.sqrt(row[square] / row["passes2"]))
         part = {_SINCE: "the gradient of the passes after weight.grad was emptied", _LAST: "the gradient of the last pass",
                 _FIRST: "the gradient of the first pass"}[kind]  # fmt: skip
         return nmse, self.min_sum_nmse, f"steps with {part}, {share} of the sum of all by norm, for the weight"
+
+    def _told_of_two(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
+        """Return the same of two passes that have factors of their own."""
+        a, b = self._factors(row) or (1.0, 1.0)
+        told = f"steps with {a:.3g} times the first pass's gradient"
+        if kind == _UNEQUAL:
+            return a / b, self.min_gain, f"{told} and {b:.3g} times the second's, for the weight"
+        told += f" at step {row['step']}, by another factor at other steps, and with all of the last one's"
+        return a / b, 1 / self.min_gain, f"{told}: the gradients were clipped before the last backward pass, for the weight"
 
     def _told_of_zeros(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
         """Return the same of a gradient that is 0 in part."""

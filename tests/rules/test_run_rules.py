@@ -732,6 +732,30 @@ def test_clipping_after_each_microbatch_clips_the_first_ones_gradient_twice(
 
 
 @pytest.mark.parametrize(
+    ("first", "last", "is_named"),
+    [
+        (lambda step: 0.2 + step / 500, lambda step: 1.0, True),
+        (lambda step: 0.2 + step / 500, lambda step: 0.3 + step / 500, False),  # the sum was clipped as well
+        (lambda step: 0.2 + step / 500, lambda step: 1.0 if step else 0.9, False),
+        (lambda step: 0.2 + step / 500 if step < 50 else 1.0, lambda step: 1.0, True),  # within the limit later
+        (lambda step: 0.2 + step / 500 if step < 50 else 0.9, lambda step: 1.0 if step < 50 else 0.9, False),
+        (lambda step: 1.0, lambda step: 1.0, False),
+    ],
+    ids=["before the last pass", "after each", "after each, seldom", "before, seldom", "after each, the sum later", "never"],
+)
+def test_clipping_before_the_last_backward_pass(
+    tmp_path: Path, first: Callable[[int], float], last: Callable[[int], float], is_named: bool
+) -> None:
+    def updates(step: int, module: str) -> dict[str, Any]:
+        changed: dict[str, Any] = sick.given("*", **twice_of_two(first(step), last(step)))(step, module)
+        return changed
+
+    found = triage(build(tmp_path / "run", updates=updates))
+    assert {(f.name, f.severity) for f in found} == ({("gradient-clipped-early", Severity.WARNING)} if is_named else set())
+    assert all("steps with 0.2 times the first pass's gradient at step 0" in f.message for f in found)
+
+
+@pytest.mark.parametrize(
     ("kept", "num_grad", "num_modules", "name"),
     [
         (1.1, 1024, 2, "gradient-rounded-to-zero"),
