@@ -1,4 +1,4 @@
-# make demo | test | test-floor | test-newest | lint | types | docs | site | audit. One environment serves all, in which `demo` installs what a user would
+# make demo | test | test-long | test-floor | test-newest | lint | types | docs | site | audit. One environment serves all, in which `demo` installs what a user would
 # and the others what a developer needs; the second call installs nothing.
 #   PYTHON=python3.12   interpreter of the environment
 #   VENV=.venv          where it lies
@@ -33,7 +33,7 @@ FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py 
 	tests/kernels/test_*.py tests/observer tests/store tests/recording/test_check_finite.py tests/recording/test_modes.py \
 	tests/recording/test_low_bit_runs.py tests/rules/test_*_rules.py tests/rules/test_rule*.py tests/rules/reading
 
-.PHONY: demo test test-floor test-newest lint types docs site audit clean
+.PHONY: demo test test-long test-floor test-newest lint types docs site audit clean
 
 demo: $(USER_STAMP)
 	$(BIN)/python examples/demo.py
@@ -41,9 +41,13 @@ demo: $(USER_STAMP)
 # A file at a time on every core, then pages, which wait, and at last times and what moves in a page, which want the machine for
 # themselves. Named files may have none (5).
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not browser and not alone' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not browser and not alone and not long' $(PYTEST_ARGS)
 	$(BIN)/python -m pytest $(PAGES) -m 'browser and not alone' -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 	$(BIN)/python -m pytest -m alone -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+
+# More of the kinds that make test has some of. No part of CI.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not browser' $(PYTEST_ARGS)
 
 test-floor: $(STAMP)
 	test -x build/floor/bin/fp8debug || { $(PYTHON) -m venv build/floor && build/floor/bin/python -m pip --disable-pip-version-check \

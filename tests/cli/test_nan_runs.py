@@ -13,6 +13,7 @@ import pytest
 import fp8debug
 from tests.cli import nan_runs
 from tests.cli.said import Said
+from tests.shortened import shortened
 
 #: Event, sampled steps, recipe -> name, module, gemm, tensor and origin of the finding.
 HEAD = ("head", "dgrad", "grad_output", "outside")
@@ -73,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("event", "every", "recipe"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("event", "every", "recipe"), shortened(CASES, 3), ids=lambda value: str(value))
 def test_the_first_tensor_is_named(tmp_path: Path, event: str, every: int, recipe: str | None) -> None:
     findings = fp8debug.triage(nan_runs.record(tmp_path / "run", event, every=every, recipe=recipe))
     first = findings[0]
@@ -91,7 +92,7 @@ def test_the_first_tensor_is_named(tmp_path: Path, event: str, every: int, recip
         assert findings.classification["cause"] == "not-fp8"
 
 
-@pytest.mark.parametrize(("line", "code"), LINES.items())
+@pytest.mark.parametrize(("line", "code"), shortened(LINES.items(), 2))
 def test_every_command(capsys: pytest.CaptureFixture[str], runs: Path, line: str, code: int) -> None:
     said = Said(capsys, runs, line)
     assert said.code == code, said.err

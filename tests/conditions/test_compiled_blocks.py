@@ -23,6 +23,7 @@ from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.linear import Fp8Linear
 from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
+from tests.shortened import shortened
 
 BLOCKS, WIDTH, STEPS = 3, 32, 4
 WHEN = ["before", "after", "running"]
@@ -147,7 +148,7 @@ KINDS = ["plain", "scaled", "torchao tensorwise", "torchao rowwise", "torchao te
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", shortened(KINDS, {"scaled", "torchao rowwise"}))
 def test_compiled_code_is_as_without_a_watch(kind: str, whole: bool, tmp_path: Path) -> None:
     alone = train(kind, None, "never", whole=whole)
     for when in WHEN:

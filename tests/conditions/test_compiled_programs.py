@@ -20,6 +20,7 @@ from fp8debug.adapters.interception import linear_ops
 from tests.adapters.linears import CHECKPOINTS, ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
+from tests.shortened import shortened
 
 BLOCKS, WIDTH, STEPS, TURNS, EVERY = 3, 32, 4, 8, 2
 pytestmark = [*COMPILES, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -266,6 +267,6 @@ def test_ops_that_a_cuda_graph_takes_are_left_to_the_repetition(
     assert capsys.readouterr().err.count(said) == 1 and not rows(tmp_path / "as_is")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", shortened(PROGRAMS, 3))
 def test_bits_graphs_and_rows_are_those_without_a_watch_and_of_eager_code(name: str, tmp_path: Path) -> None:
     compare(PROGRAMS[name], tmp_path)

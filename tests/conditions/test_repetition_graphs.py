@@ -20,6 +20,7 @@ from fp8debug.observer.table import Table
 from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import rows
+from tests.shortened import shortened
 
 BLOCKS, WIDTH, STEPS, EVERY = 3, 64, 13, 2
 pytestmark = [*COMPILES, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -180,15 +181,18 @@ def captured(self: RepetitionGraphs, one: Repetition, accumulators: Any) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "any Linear",
-        "nn.Linear",
-        "dropout",
-        "the whole model",
-        "microbatches",
-        "weights that are replaced",
-        "modules that are watched later",
-    ],
+    shortened(
+        [
+            "any Linear",
+            "nn.Linear",
+            "dropout",
+            "the whole model",
+            "microbatches",
+            "weights that are replaced",
+            "modules that are watched later",
+        ],
+        {"dropout", "microbatches", "modules that are watched later"},
+    ),
 )
 def test_the_same_where_a_cpu_runs_what_a_graph_would(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_a_gpu(monkeypatch)

@@ -20,6 +20,7 @@ from fp8debug.observer.rechecks import RepeatCheck
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 from tests.recording.models import net, train
+from tests.shortened import shortened
 
 STEPS, AT = 10, 4
 RANDOM = Cast(format="e2m1fn", granularity="1x16", scale_format="e4m3fn", tensor_scale="tensor", rounding="stochastic")
@@ -42,7 +43,7 @@ PLANTED: list[tuple[str, str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("fault", "recipe", "options", "code", "text"), PLANTED, ids=[f"{f}-{r}-{len(o)}" for f, r, o, _, _ in PLANTED]
+    ("fault", "recipe", "options", "code", "text"), shortened(PLANTED, 3), ids=[f"{f}-{r}-{len(o)}" for f, r, o, _, _ in PLANTED]
 )
 def test_a_planted_fault_is_named(fault: str, recipe: str, options: dict[str, Any], code: str, text: str, tmp_path: Path) -> None:
     model = net(recipe, {"head": None})

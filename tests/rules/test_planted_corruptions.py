@@ -18,12 +18,13 @@ import pytest
 from fp8debug.rules import Severity, triage
 from tests.rules.planted_corruptions import CORRUPTIONS
 from tests.scaled_mm import skipped_without_scaled_mm
+from tests.shortened import shortened
 
 #: What a program may do on purpose is information.
 ON_PURPOSE = ("gradient_lost_under_torchao", "bias_dropped")
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@pytest.mark.parametrize("name", shortened(CORRUPTIONS, 4))
 def test_a_corruption_is_named(name: str, tmp_path: Path) -> None:
     planted = CORRUPTIONS[name]
     if "torchao" in name:

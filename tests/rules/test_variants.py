@@ -14,6 +14,7 @@ from tests.bench.relatives.stack import E4M3, NOW, CastFault, OwnLinear, RowLine
 from tests.bench.situations.stack import LARGEST, expanded
 from tests.bench.variants import judged
 from tests.scaled_mm import skipped_without_scaled_mm
+from tests.shortened import shortened
 
 BY_NAME = {one.name: one for one in VARIANTS}
 #: Missed at first and named since: scales older than their weight, rows of NaN whose steps are skipped, a log without errors, an
@@ -27,7 +28,7 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", shortened(QUICK, 4))
 def test_a_variation_is_diagnosed(name: str) -> None:
     with skipped_without_scaled_mm():
         assert judged(BY_NAME[name]) == "right"

@@ -13,6 +13,7 @@ import pytest
 
 import fp8debug
 from fp8debug.rules.reading.losses import has_other_loss
+from tests.shortened import shortened
 
 SCRIPT = """
 import sys
@@ -171,7 +172,8 @@ def test_the_loss_of_a_step_is_the_mean_of_its_microbatches(backward: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    "backward", ["(loss / 2).backward()", "loss /= 2; loss.backward(); loss = loss * 2", "scaler.scale(loss / 2).backward()"]
+    "backward",
+    shortened(["(loss / 2).backward()", "loss /= 2; loss.backward(); loss = loss * 2", "scaler.scale(loss / 2).backward()"], 2),
 )
 def test_losses_divided_by_the_number_of_microbatches_are_recorded_undivided(backward: str, tmp_path: Path) -> None:
     text = MICROBATCHES.replace("BACKWARD", f"{backward}; print(repr(loss.item()))")
@@ -309,12 +311,15 @@ for step in range(4):
 
 @pytest.mark.parametrize(
     ("columns", "backward", "is_told"),
-    [
-        (1, "of_actor.backward(); of_critic.backward()", True),
-        (4, "(of_actor + of_critic).backward()", True),  # a sum, of terms that reach one model each
-        (1, "(of_actor * of_critic).backward()", False),  # one loss
-        (16, "of_actor.backward(); of_critic.backward()", False),  # copies of one model
-    ],
+    shortened(
+        [
+            (4, "(of_actor + of_critic).backward()", True),  # a sum, of terms that reach one model each
+            (1, "of_actor.backward(); of_critic.backward()", True),
+            (1, "(of_actor * of_critic).backward()", False),  # one loss
+            (16, "of_actor.backward(); of_critic.backward()", False),  # copies of one model
+        ],
+        2,
+    ),
 )
 def test_models_whose_optimizers_step_together_and_whose_losses_are_apart(
     columns: int, backward: str, is_told: bool, tmp_path: Path
@@ -360,10 +365,13 @@ print(names, __builtins__.__class__, __spec__, __file__, __loader__.__class__)
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "model = torch.compile(model, backend='eager')",
-        "for block in model[:2]: block.compile(backend='eager', fullgraph=True)",
-    ],
+    shortened(
+        [
+            "model = torch.compile(model, backend='eager')",
+            "for block in model[:2]: block.compile(backend='eager', fullgraph=True)",
+        ],
+        2,
+    ),
 )
 def test_nothing_of_ours_is_in_what_dynamo_traces_while_training_is_waited_for(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COMPILED.replace("HOW", how))

@@ -23,6 +23,7 @@ from fp8debug.metrics.error import Error
 from fp8debug.metrics.magnitude import Magnitude
 from fp8debug.recipes import HADAMARD_SIGNS, Cast, get_recipe
 from fp8debug.types import Quantized
+from tests.shortened import shortened
 
 pytestmark = [
     pytest.mark.twins,
@@ -155,7 +156,7 @@ def small() -> list[tuple[str, Cast]]:
     return list(unique.items())
 
 
-@pytest.mark.parametrize("cast", [cast for _, cast in small()], ids=str)
+@pytest.mark.parametrize("cast", shortened([cast for _, cast in small()], 2), ids=str)
 def test_casts(cast: Cast) -> None:
     for kind in KINDS if ALL else ("rows", "nonfinite"):
         check(sample(kind, EVEN if ALL and hash(cast) % 2 else ODD), cast)
@@ -169,7 +170,7 @@ def test_shapes(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", shortened(DTYPES, 2), ids=str)
 def test_kinds_and_dtypes(dtype: torch.dtype, kind: str) -> None:
     x = sample(kind, (33, 132), dtype)
     check(x, replace(NVFP4, rounding="stochastic"))
