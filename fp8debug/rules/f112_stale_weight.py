@@ -37,7 +37,8 @@ class StaleWeight(OffWeightRule):
         the range; or one that is right in the first microbatch of a step and wrong in a later one, which is how a cache shows
         in gradient accumulation. Where the later read is as far off as the data of the first one are under the scale of the
         later one, the scale was updated and the cached data were not cast again, and the message says so. Parts of another
-        shard or checkpoint are F121, a low SQNR at the cosine of rounding F113 or F118.
+        shard or checkpoint, and values farther away than the optimizer's steps reach, are F121; a low SQNR at the cosine of
+        rounding is F113 or F118.
 
     Why it matters
         The forward pass computes with weights that no optimizer knows: gradients belong to one point and are applied to
@@ -86,8 +87,8 @@ class StaleWeight(OffWeightRule):
         - min_judged_rows 0.8: share of sampled rows that are either lost or right, where a part of the weight is another's; the
           others lie between 10 and 24 dB, as those of a stale weight do. No published basis.
         - min_elements 256: elements; a small tensor says little. No published basis.
-        - min_mixed_rows 0.03, max_foreign_sqnr_db 15, max_unrelated 0.3, max_size_error 0.5: by which the weight is another's; as
-          in F121, which says where they come from. Set them for both.
+        - min_mixed_rows 0.03, max_foreign_sqnr_db 15, max_unrelated 0.3, max_size_error 0.5, max_steps_worth 4: by which the
+          weight is another's; as in F121, which says where they come from. Set them for both.
         - max_unit_gain 2, min_pair_cosine 0.999, max_pair_error 0.15, min_outside_cosine 0.5, min_far_cosine 0.1, far_gain 16,
           min_result_cosine 0.9, min_compensated 4: by which a scale is applied outside the GEMM or on the other operand's side;
           as in F113, which says where they come from.

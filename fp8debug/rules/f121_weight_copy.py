@@ -34,8 +34,9 @@ class WeightCopyDiffers(OffWeightRule):
     What it detects
         Dequantized values, never bytes (equal values have many codes and scales). A weight of which some rows are right and
         others unrelated, as after a gather with shards missing or out of order; one that is wrong from the first step of a
-        run or of a resumed part on, before an update could part them; or one whose FP8 values differ between ranks that
-        hold the same weight. Where dgrad alone reads such a copy, the transposed one is at fault. Noise on the right values, from
+        run or of a resumed part on, before an update could part them; one that has no direction in common with it at a later
+        step, farther away than all updates can have moved it; or one whose FP8 values differ between ranks that hold the same
+        weight. Where dgrad alone reads such a copy, the transposed one is at fault. Noise on the right values, from
         the first step on, is F128.
 
     Why it matters
@@ -57,6 +58,9 @@ class WeightCopyDiffers(OffWeightRule):
         - max_foreign_sqnr_db 15: at the first step of a run or resumed part. No published basis.
         - max_unrelated 0.3, max_size_error 0.5: cosine below which values of the weight's size are another tensor's or lie in
           other places, and distance of the norm ratio from 1, as the message says; independent ones have 1 / sqrt(numel).
+        - max_steps_worth 4: times what all steps so far can move the weight: the RMS of a sum of updates is at most the sum
+          of their RMS (closed form). One update is the largest that `updates` has of the weight; the factor is for what was
+          not sampled, as in F150.
         - delayed_sqnr_db 23.5, delayed_cosine 0.998, min_coefficient 0.9, max_block_growth 4, max_noise_db 20,
           max_noise_share 0.25, max_noise_range_db 2, max_e5m2_error_db 0.6, max_e5m2_headroom 1.002,
           max_flushed_rate 0.05, min_own_cosine 0.9, max_own_scale_sqnr_db 30, max_own_scale_cosine 0.9995,

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.optimizer_steps import largest_updates
 from fp8debug.store.read.resumed import JoinedRun
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class WeightsNotRestored(Rule):
         }
         if not far:
             return
-        updates = _largest_updates(run)
+        updates = largest_updates(run)
         rates = _largest_rate(run)
         paths = _paths(run, far)
         for name, jump in far.items():
@@ -321,14 +322,6 @@ def _paths(run: Run, modules: Iterable[str]) -> dict[str, list[Mapping[str, Any]
     for row in run.sql(f"SELECT * FROM {_WEIGHTS} w WHERE module IN ({marks}) ORDER BY step", wanted).to_pylist():
         found[row["module"]].append(row)
     return found
-
-
-def _largest_updates(run: Run) -> dict[str, float]:
-    """Return by module the largest RMS of an update of its weight."""
-    rows = run.sql(
-        "SELECT module, max(sqrt(sum_update2 / num_sampled)) AS size FROM updates WHERE num_sampled > 0 GROUP BY module"
-    ).to_pylist()
-    return {row["module"]: row["size"] for row in rows if row["size"] is not None}
 
 
 def _largest_rate(run: Run) -> float:

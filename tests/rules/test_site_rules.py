@@ -13,6 +13,7 @@ import torch
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.rules import RULES, Finding, Severity, triage
 from tests.rules import sick_sites as sick
+from tests.rules import sick_wholeruns
 from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT, OUTLIER, WEIGHT, share
 from tests.rules.sick_sites import DGRAD, FOREIGN, STALE, WGRAD, of_energy, rotated, shifted
 from tests.synthetic import MODULES, Override, build
@@ -289,6 +290,18 @@ def test_a_weight_that_is_wrong_after_a_resume_is_another_one(tmp_path: Path) ->
     assert [f.code for f in triage(build(tmp_path / "run", **plan))] == ["F112"]
     resumed = build(tmp_path / "resumed", **plan, events=[(35, "resume", None, "goes on from a checkpoint")])
     assert [f.code for f in triage(resumed)] == ["F121"]
+
+
+@pytest.mark.parametrize(
+    ("cosine", "pace", "code"), [(0.02, 1e-4, "F121"), (0.02, 1e-3, "F112"), (0.9, 1e-4, "F112")]
+)  # RMS of an update; 41 steps of 1e-4 do not turn a weight round, and of 1e-3 they can
+def test_values_that_no_update_can_have_left_behind_are_another_weights(
+    tmp_path: Path, cosine: float, pace: float, code: str
+) -> None:
+    run = build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=rotated(cosine))], updates=sick_wholeruns.pace(pace))
+    (finding,) = triage(run)
+    assert (finding.code, finding.module, finding.steps[0]) == (code, CULPRIT, 40)
+    assert ("no older values of it" in finding.message) == ("which copy this GEMM is handed" in finding.cure) == (code == "F121")
 
 
 def test_replicas_that_differ_are_found_on_the_rank_that_does_not_count(tmp_path: Path) -> None:

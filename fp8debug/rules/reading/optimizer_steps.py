@@ -137,6 +137,14 @@ class NonfiniteUpdate:
         return f"look for a division by 0 or an overflow in {self.optimizer}: its eps, and the dtype of its state"
 
 
+def largest_updates(run: Run) -> dict[str, float]:
+    """Return by module the largest RMS of an update of its weight that was recorded."""
+    rows = run.sql(
+        "SELECT module, max(sqrt(sum_update2 / num_sampled)) AS size FROM updates WHERE num_sampled > 0 GROUP BY module"
+    ).to_pylist()
+    return {row["module"]: row["size"] for row in rows if row["size"] is not None}
+
+
 def nonfinite_update(run: Run, module: str, step: int) -> NonfiniteUpdate | None:
     """Return the update that made a weight NaN or Inf in a sampled step; None where it is not known or the gradient did."""
     query = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import Finding, Rule
 from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT, SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.optimizer_steps import largest_updates
 from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, SCALE_COLUMNS, ElsewhereLimits, Trace, scaled_elsewhere, traces
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class WeightLimits(ElsewhereLimits):
     min_own_cosine: float = 0.9
     max_unrelated: float = 0.3
     max_size_error: float = 0.5
+    max_steps_worth: float = 4.0
     min_judged_rows: float = 0.8
 
 
@@ -115,7 +118,7 @@ class OffWeight:
         trace: where and when.
         foreign: why it is taken for another weight's; empty for a stale one.
         is_transposed_alone: dgrad reads it so, and fprop's copy is right.
-        is_unrelated: from the first step on it has the weight's size and no direction in common with it.
+        is_unrelated: it has the weight's size and no direction in common with it, and no update can have parted them.
     """
 
     trace: Trace
@@ -127,7 +130,7 @@ class OffWeight:
 def look_for_weights(limits: WeightLimits) -> Look:
     """Return the rows that ``off_weights`` asks for."""
     # The last two are for the comparison between ranks.
-    columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
+    columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2", "numel"]
     columns += ["nmse", "norm_ratio", *(name for name in SCALE_COLUMNS if name not in columns)]
     columns += [
         f"{has_outgrown(limits.min_coefficient, limits.max_block_growth, limits.max_flushed_rate)} AS has_outgrown",
@@ -180,16 +183,18 @@ def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
     ]
     found = [trace for trace in found if not _is_noise(trace, starts, limits)]
     wrong_in_fprop = {trace.module for trace in off if trace.gemm == "fprop"}
+    paces = largest_updates(run) if any(abs(trace.rows[0]["cosine"]) < limits.max_unrelated for trace in found) else {}
     reasons: dict[str, str] = {}
     for trace in found:
-        reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, limits)
+        reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, paces, limits)
     alone = _have_fprop(run, {trace.module for trace in found} - wrong_in_fprop)
     return [
         OffWeight(
             trace=trace,
             foreign=reasons[trace.module],
             is_transposed_alone=trace.gemm == "dgrad" and trace.module in alone,
-            is_unrelated=trace.rows[0]["step"] in starts and _is_unrelated(trace.rows[0], limits),
+            is_unrelated=_is_unrelated(trace.rows[0], limits)
+            and (trace.rows[0]["step"] in starts or bool(_beyond_updates(trace, paces, limits))),
         )
         for trace in found
     ]
@@ -282,7 +287,7 @@ def _is_unrelated(row: dict[str, Any], limits: WeightLimits) -> bool:
     return bool(abs(row["norm_ratio"] - 1) < limits.max_size_error and abs(row["cosine"]) < limits.max_unrelated)
 
 
-def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
+def _foreign(trace: Trace, starts: frozenset[int], paces: Mapping[str, float], limits: WeightLimits) -> str:
     """Return why these are values of another weight or shard, not older ones of this; empty where nothing says so."""
     row: dict[str, Any] = trace.rows[0]
     if _are_mixed(row, limits):
@@ -296,7 +301,28 @@ def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
                 " layer's or shard's), or its own in other places"
             )
         return where
-    return ""
+    return _beyond_updates(trace, paces, limits)
+
+
+def _beyond_updates(trace: Trace, paces: Mapping[str, float], limits: WeightLimits) -> str:
+    """Return why values without the weight's direction are no older ones of it; empty where nothing says so.
+
+    All of the optimizer's steps since the training began move a weight by the sum of their updates at most.
+
+    Args:
+        trace: a weight that is off.
+        paces: RMS of the largest update of each module's weight that was recorded.
+        limits: their ``max_steps_worth`` is for the updates that were not.
+    """
+    row, pace = trace.rows[0], paces.get(trace.module)
+    num_steps, distance = row["step"] + 1, math.sqrt(row["sum_err2"] / row["numel"])
+    if pace is None or abs(row["cosine"]) >= limits.max_unrelated or distance <= limits.max_steps_worth * pace * num_steps:
+        return ""
+    return (
+        f"cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}, RMS {distance:.3g} away, and {num_steps} optimizer"
+        f" steps of {pace:.2g} at most move it by {num_steps * pace:.2g}: no older values of it, but another weight's (another"
+        " expert's, layer's or shard's), or its own in other places"
+    )
 
 
 def spans_binades(row: Mapping[str, Any], least: int) -> bool:
