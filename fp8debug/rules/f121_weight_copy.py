@@ -34,10 +34,10 @@ class WeightCopyDiffers(OffWeightRule):
     What it detects
         Dequantized values, never bytes (equal values have many codes and scales). A weight of which some rows are right and
         others unrelated, as after a gather with shards missing or out of order; one that is wrong from the first step of a
-        run or of a resumed part on, before an update could part them; one that has no direction in common with it at a later
-        step, farther away than all updates can have moved it; or one whose FP8 values differ between ranks that hold the same
-        weight. Where dgrad alone reads such a copy, the transposed one is at fault. Noise on the right values, from
-        the first step on, is F128.
+        run or of a resumed part on, before an update could part them; one that is farther away at a later step than all updates
+        can have moved it, where it has no direction in common with the weight or dgrad alone reads it so; or one whose FP8 values
+        differ between ranks that hold the same weight. Where dgrad alone reads such a copy, the transposed one is at fault.
+        Noise on the right values, from the first step on, is F128.
 
     Why it matters
         The GEMM multiplies by something else than the optimizer trains. Loss jumps at the reload, or ranks drift apart while
@@ -92,7 +92,10 @@ class WeightCopyDiffers(OffWeightRule):
                 which = (
                     f"the {weight.trace.gemm} weight has {row['sqnr_db']:.1f} dB at step {row['step']}, its FP8 copy is not the"
                 )
-                alone = "; the copy that fprop reads is right, so that the transposed one has values in other places, or old ones"
+                alone = (
+                    "; the copy that fprop reads is right, so that the transposed one has values in other places, scales of other"
+                    " blocks, or old values"
+                )
                 message = f"{which} cast of it: {weight.foreign}{alone if weight.is_transposed_alone else ''}"
                 found = weight.trace.finding(
                     self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"

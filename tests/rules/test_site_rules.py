@@ -301,7 +301,17 @@ def test_values_that_no_update_can_have_left_behind_are_another_weights(
     run = build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=rotated(cosine))], updates=sick_wholeruns.pace(pace))
     (finding,) = triage(run)
     assert (finding.code, finding.module, finding.steps[0]) == (code, CULPRIT, 40)
-    assert ("no older values of it" in finding.message) == ("which copy this GEMM is handed" in finding.cure) == (code == "F121")
+    assert (
+        ("these are no older values" in finding.message) == ("which copy this GEMM is handed" in finding.cure) == (code == "F121")
+    )
+
+
+@pytest.mark.parametrize(("pace", "code"), [(3e-5, "F121"), (1e-3, "F112")])
+def test_a_transposed_copy_farther_away_than_updates_reach_is_made_wrongly(tmp_path: Path, pace: float, code: str) -> None:
+    dgrad = Override(**{**WEIGHT, "gemm": "dgrad"}, slots=rotated(0.8))
+    (finding,) = triage(build(tmp_path / "run", overrides=[dgrad], updates=sick_wholeruns.pace(pace)))
+    assert (finding.code, finding.module, finding.gemm, finding.steps[0]) == (code, CULPRIT, "dgrad", 40)
+    assert finding.cure.startswith("check how the transposed copy is made") == (code == "F121")
 
 
 def test_replicas_that_differ_are_found_on_the_rank_that_does_not_count(tmp_path: Path) -> None:

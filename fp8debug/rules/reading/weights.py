@@ -183,11 +183,11 @@ def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
     ]
     found = [trace for trace in found if not _is_noise(trace, starts, limits)]
     wrong_in_fprop = {trace.module for trace in off if trace.gemm == "fprop"}
-    paces = largest_updates(run) if any(abs(trace.rows[0]["cosine"]) < limits.max_unrelated for trace in found) else {}
+    alone = _have_fprop(run, {trace.module for trace in found} - wrong_in_fprop)
+    paces = largest_updates(run) if found else {}
     reasons: dict[str, str] = {}
     for trace in found:
-        reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, paces, limits)
-    alone = _have_fprop(run, {trace.module for trace in found} - wrong_in_fprop)
+        reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, paces, trace.module in alone, limits)
     return [
         OffWeight(
             trace=trace,
@@ -287,7 +287,9 @@ def _is_unrelated(row: dict[str, Any], limits: WeightLimits) -> bool:
     return bool(abs(row["norm_ratio"] - 1) < limits.max_size_error and abs(row["cosine"]) < limits.max_unrelated)
 
 
-def _foreign(trace: Trace, starts: frozenset[int], paces: Mapping[str, float], limits: WeightLimits) -> str:
+def _foreign(
+    trace: Trace, starts: frozenset[int], paces: Mapping[str, float], is_transposed_alone: bool, limits: WeightLimits
+) -> str:
     """Return why these are values of another weight or shard, not older ones of this; empty where nothing says so."""
     row: dict[str, Any] = trace.rows[0]
     if _are_mixed(row, limits):
@@ -301,11 +303,15 @@ def _foreign(trace: Trace, starts: frozenset[int], paces: Mapping[str, float], l
                 " layer's or shard's), or its own in other places"
             )
         return where
-    return _beyond_updates(trace, paces, limits)
+    has_direction = abs(row["cosine"]) >= limits.max_unrelated
+    beyond = "" if has_direction and not is_transposed_alone else _beyond_updates(trace, paces, limits)
+    if not beyond or has_direction:
+        return beyond
+    return f"{beyond}; another weight's (another expert's, layer's or shard's), or its own in other places"
 
 
 def _beyond_updates(trace: Trace, paces: Mapping[str, float], limits: WeightLimits) -> str:
-    """Return why values without the weight's direction are no older ones of it; empty where nothing says so.
+    """Return why the values are no older ones of the weight; empty where nothing says so.
 
     All of the optimizer's steps since the training began move a weight by the sum of their updates at most.
 
@@ -316,12 +322,12 @@ def _beyond_updates(trace: Trace, paces: Mapping[str, float], limits: WeightLimi
     """
     row, pace = trace.rows[0], paces.get(trace.module)
     num_steps, distance = row["step"] + 1, math.sqrt(row["sum_err2"] / row["numel"])
-    if pace is None or abs(row["cosine"]) >= limits.max_unrelated or distance <= limits.max_steps_worth * pace * num_steps:
+    if pace is None or distance <= limits.max_steps_worth * pace * num_steps:
         return ""
     return (
         f"cosine {row['cosine']:.3f} at norm ratio {row['norm_ratio']:.3g}, RMS {distance:.3g} away, and {num_steps} optimizer"
-        f" steps of {pace:.2g} at most move it by {num_steps * pace:.2g}: no older values of it, but another weight's (another"
-        " expert's, layer's or shard's), or its own in other places"
+        f" steps of {pace:.2g} at most move it by {num_steps * pace:.2g}, so that these are no older values of it unless it was"
+        " loaded anew"
     )
 
 
