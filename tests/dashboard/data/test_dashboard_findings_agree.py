@@ -113,7 +113,10 @@ def all_judged(
     """Return the modules of each case, and what the one run with all of them says of these."""
     modules = of_each(cases, sites, reference)
     found = verdicts(recorded(path, recipe, {k: v for case in modules.values() for k, v in case.items()}))
-    return {name: ({*of}, Verdicts(*({*of} & {m for m in part if m} for part in found))) for name, of in modules.items()}
+    return {
+        name: ({*of}, Verdicts(found.acts & of.keys(), found.errors & of.keys(), found.told & of.keys()))
+        for name, of in modules.items()
+    }
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "rowwise", "mxfp8"])
