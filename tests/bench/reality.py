@@ -1,4 +1,4 @@
-"""How does triage do on public bug reports? ``python tests/bench/reality.py [--only GLOB] [--round N] [--markdown] [--verbose]``
+"""How does triage do on public bug reports? ``python tests/bench/reality.py [--only GLOB] [--round N] [--turns N]``
 
 Rebuilds the situations of ``tests/bench/situations``, each from a public report. One line for each says how the tool did when it
 first met it, and how it does now. It asserts nothing.
@@ -21,6 +21,7 @@ import torch
 
 from tests.bench.situations import SITUATIONS, Situation, outcome, print_counts, print_diagnosis
 from tests.bench.situations.stack import diagnosis
+from tests.bench.turns import add_option, take_turns
 
 
 def judged(one: Situation, *, verbose: bool = False) -> str:
@@ -51,7 +52,9 @@ def main() -> None:
     parser.add_argument("--round", type=int, help="only the reports of that round, 1 the oldest")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/triage.md")
     parser.add_argument("--verbose", action="store_true", help="print what triage said")
+    add_option(parser)
     options = parser.parse_args()
+    take_turns(options.turns)
     torch.set_num_threads(1)
     results = []
     for one in SITUATIONS:
