@@ -1,4 +1,4 @@
-"""F150: weights or an optimizer's moments after a resume are not those that the run had before it."""
+"""F150: weights are not what the steps before made of them: after a resume, between two steps, or zeros from the start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.optimizer_steps import largest_updates
+from fp8debug.rules.reading.traces import percent
 from fp8debug.store.read.resumed import JoinedRun
 
 if TYPE_CHECKING:
@@ -42,6 +43,26 @@ _MOMENTS = (
     "save and load the optimizer's state with the weights (its state_dict, whose moments some loaders need to find made before"
     " they load them); where it is left out on purpose, warm the learning rate up again; no cast is at fault"
 )
+#: SQL: the same of all ranks, without joining them: largest magnitude and share of zeros of each finite weight.
+_FINITE = (
+    "SELECT module, step, max(amax) AS amax, CAST(sum(num_zero) AS DOUBLE) / sum(numel) AS zero_rate FROM raw"
+    " WHERE reference = 'operand' AND gemm = 'fprop' AND tensor = 'weight' AND numel > 0"
+    " AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0 GROUP BY module, step"
+)
+#: SQL: share of zeros of what wgrad gave.
+_GIVEN = (
+    "SELECT module, step, CAST(sum(num_zero) AS DOUBLE) / sum(numel) AS zero_rate FROM raw"
+    " WHERE actual AND tensor = 'grad_weight' AND reference = 'shadow' AND numel > 0 GROUP BY module, step"
+)
+_ELEMENTS = (
+    "look at what the optimizer does with elements that have no gradient or a second moment of 0 (a first moment in few bits does"
+    " not come back as 0, and is divided by eps alone), and at what else writes this weight between steps; record with every=1;"
+    " no cast changes it"
+)
+_ZEROS = (
+    "load or initialize this weight: compare the checkpoint's names and packed parameters with the model's (a copy that the model"
+    " does not read is loaded without a word); none if it is pruned or padded on purpose; no cast changes it"
+)
 _MASTERS = "load the masters, or weights in high precision, and cast them anew; a checkpoint needs them beside its FP8 values"
 
 
@@ -57,6 +78,10 @@ class WeightsNotRestored(Rule):
         before: it was made of FP8 values in the checkpoint, not of masters. The tensors before their casts are compared, in FP8
         and in BF16. weights-begin-rounded, information: the same at step 0 of a run, of a weight that its cast rounds at all
         later sampled steps: FP8 parameters were made first, and the masters of them.
+        elements-jump, without a resume: the largest magnitude of a weight grows between two sampled steps by far more than the
+        largest update of an element at any sampled step can move it in as many steps.
+        weights-stay-zero: most of a weight is 0 at all sampled steps, and so is wgrad's result: what is 0 never gets a gradient,
+        as queries and keys that both begin from zero.
         moments-begin-anew: the optimizer's first moment at the step of a resume is made of that step's gradient alone, in most
         of the weights: it was empty when the step began, and the weights are those from before.
 
@@ -88,7 +113,14 @@ class WeightsNotRestored(Rule):
           dB and more, BF16 55.6 dB, FP8 31.5 dB; numerics.md, 4.
         - min_range_log2 4: of weights-begin-rounded, binades between largest and smallest magnitude, below which a weight may lie
           on the grid by its nature (an identity, a mask, a constant). A Gaussian of 256 elements has 9. No published basis.
-        - min_history 3: sampled steps of a weight before the resume, without which no jump is judged. No published basis.
+        - min_history 3: sampled steps of a weight before the resume, without which no jump is judged; and of elements-jump and
+          weights-stay-zero. No published basis.
+        - min_jump_ratio 30: of elements-jump, growth of the largest magnitude over the largest update of a sampled element times
+          the steps in between. Closed form: 1 at most where every update was sampled; Adam's updates are 3.2 times the learning
+          rate at most (beta1 0.9, beta2 0.999). 8192 elements are sampled: of 2^24 with Student's tail of exponent 3 the largest
+          is 13 times theirs. No published basis beyond. Seen in unsloth-zoo #962.
+        - min_zero_rate 0.5: of weights-stay-zero, share of zeros in the weight and in wgrad's result. No published basis: a width
+          that is padded to a multiple, or pruned, has such rows too, seldom half of them. Seen in prime-rl #3451.
         - min_anew 0.5, max_anew_error 1e-4: of moments-begin-anew, share of the weights; relative distance of the moment's
           square from (1 - beta1)^2 of the gradient's, from the gradient's own for SGD's momentum. Closed form: what a first step
           leaves, to 4e-8 in FP32 [measured]. A moment from before adds 81 % of its own square: 0.05 of the gradient's where these
@@ -117,6 +149,8 @@ class WeightsNotRestored(Rule):
     min_anew: float = 0.5
     max_anew_error: float = 1e-4
     max_grown: float = 30.0
+    min_jump_ratio: float = 30.0
+    min_zero_rate: float = 0.5
 
     def needs(self, run: Run) -> str | None:
         """Ask for a resumed run, or one whose first step was sampled."""
@@ -124,9 +158,11 @@ class WeightsNotRestored(Rule):
         return None if _resumes(run) or is_from_start else "the run was not resumed, and its first step was not sampled"
 
     def check(self, run: Run) -> Iterable[Finding]:
-        """Return one finding per weight and resume, and those of weights that begin as FP8 values."""
+        """Return one finding per weight and resume, and those of weights that begin as FP8 values, jump or stay zero."""
         yield from self._begin_rounded(run)
         resumes = _resumes(run)
+        yield from self._elements(run, resumes)
+        yield from self._zeros(run)
         for start in resumes:
             both = _around(run, start)
             if all(_is_close(*pair, self.max_change) for pair in both.values()):
@@ -142,6 +178,60 @@ class WeightsNotRestored(Rule):
                 rounded = {name: pair for name, pair in rest.items() if self._is_rounded(*pair)}
                 yield from (self._rounded(run, pair) for pair in rounded.values())
                 yield from self._jumps(run, resumes, {name: pair for name, pair in rest.items() if name not in rounded})
+
+    def _elements(self, run: Run, resumes: list[int]) -> Iterable[Finding]:
+        """Return the weights of which an element moved between two sampled steps further than updates can move it."""
+        query = (
+            "SELECT module, max(max_update) AS size, count(*) AS num FROM updates WHERE num_sampled > 0 AND max_update > 0"
+            " GROUP BY module"
+        )
+        sizes = {row["module"]: row["size"] for row in run.sql(query).to_pylist() if row["num"] >= self.min_history}
+        if not sizes:
+            return
+        query = (
+            "SELECT w.module AS module, w.step AS step, w.amax AS amax, u.num_grad AS num_grad, u.num_sampled AS num_sampled FROM"
+            f" ({_FINITE}) w LEFT JOIN updates u ON u.module = w.module AND u.step = w.step ORDER BY w.module, w.step"
+        )
+        paths: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for row in run.sql(query).to_pylist():
+            paths[row["module"]].append(row)
+        for name, path in paths.items():
+            for before, after in pairwise(path if name in sizes else []):
+                ratio = (after["amax"] - before["amax"]) / (sizes[name] * (after["step"] - before["step"]))
+                is_resumed = any(before["step"] < start <= after["step"] for start in resumes)
+                if is_resumed or ratio <= self.min_jump_ratio:
+                    continue
+                still = (before["num_sampled"] or 0) - (before["num_grad"] or 0)
+                without = f"; {percent(still / before['num_sampled'])} of its elements have no gradient then" if still else ""
+                message = (
+                    f"the largest element of the weight of {name} grows from {before['amax']:.3g} at step {before['step']} to"
+                    f" {after['amax']:.3g} at step {after['step']}, {ratio:.2g} times as far as the largest update of a sampled"
+                    f" step ({sizes[name]:.2g}) moves one in as many steps{without}: an update in between is out of size, or"
+                    " something else wrote the weight"
+                )
+                found = self._finding(run, after, "elements-jump", Severity.WARNING, message, value=ratio,
+                                      threshold=self.min_jump_ratio)  # fmt: skip
+                yield replace(found, steps=(before["step"], after["step"]), cure=_ELEMENTS)
+                break
+
+    def _zeros(self, run: Run) -> Iterable[Finding]:
+        """Return the weights that are 0 for the most part, and whose zeros never get a gradient."""
+        query = (
+            "SELECT w.module AS module, min(w.step) AS step, max(w.step) AS last, min(w.zero_rate) AS weight,"
+            f" min(g.zero_rate) AS gradient, count(*) AS num FROM ({_FINITE}) w JOIN ({_GIVEN}) g ON g.module = w.module"
+            f" AND g.step = w.step GROUP BY w.module HAVING min(w.zero_rate) >= {self.min_zero_rate}"
+            f" AND min(g.zero_rate) >= {self.min_zero_rate} AND max(g.zero_rate) < 1 AND count(*) >= {self.min_history}"
+            " ORDER BY w.module"
+        )
+        for row in run.sql(query).to_pylist():
+            message = (
+                f"{percent(row['weight'])} of the weight of {row['module']} are 0 at all {row['num']} sampled steps, and so are"
+                f" {percent(row['gradient'])} of what wgrad gives: its zeros never get a gradient, as of a product of two zeros"
+                " (queries and keys), and no step moves them"
+            )
+            found = self._finding(run, row, "weights-stay-zero", Severity.WARNING, message, value=row["weight"],
+                                  threshold=self.min_zero_rate)  # fmt: skip
+            yield replace(found, steps=(row["step"], row["last"]), cure=_ZEROS)
 
     def _anew(self, run: Run, start: int) -> Iterable[Finding]:
         """Return the optimizer's moments that were empty when the step of a resume began, as one finding."""

@@ -689,6 +689,59 @@ def test_a_first_moment_that_is_zero_is_no_weight_that_was_left_out(
         assert named == ([("weight-not-updated", sick.CULPRIT, Severity.ERROR)] if len(modules) == 1 else [])
 
 
+@pytest.mark.parametrize(
+    ("grown", "update", "num_grad", "events", "is_found"),
+    [
+        (1.0, 3e-4, 8170, [], True),
+        (1.0, 3e-4, 8192, [], True),
+        (0.05, 3e-4, 8192, [], False),  # 10 steps of 17 times the largest update that was sampled
+        (1.0, 0.0, 0, [], False),  # a weight that no optimizer moves: a merge, or a copy of another
+        (1.0, 3e-4, 8192, [(40, "resume", None, "resumed in the folder of the earlier part")], False),
+    ],
+)
+def test_a_weight_whose_largest_element_jumps(
+    tmp_path: Path, grown: float, update: float, num_grad: int, events: list[Any], is_found: bool
+) -> None:
+    overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", actual=None, steps=(40, None),
+                          slots={"amax": lambda row: row["amax"] + grown})]  # fmt: skip
+    row = {"max_update": update, "num_grad": num_grad}
+    run = build(
+        tmp_path / "run", overrides=overrides, events=events, updates=lambda step, name: row if name == sick.CULPRIT else {}
+    )
+    found = [f for f in triage(run) if f.name == "elements-jump"]
+    assert [(f.code, f.module, f.severity, f.steps) for f in found] == (
+        [("F150", sick.CULPRIT, Severity.WARNING, (30, 40))] if is_found else []
+    )
+    if is_found:
+        assert ("0.27 % of its elements have no gradient then" in found[0].message) == (num_grad < 8192)
+        assert "3.3e+02 times as far as the largest update of a sampled step (0.0003)" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("weight", "gradient", "since", "is_found"),
+    [
+        (0.67, 0.67, 0, True),
+        (1.0, 0.67, 0, True),
+        (0.67, 0.0, 0, False),  # pruned or masked: wgrad gives all
+        (0.4, 0.4, 0, False),  # padded to a multiple
+        (0.67, 1.0, 0, False),  # no gradient at all
+        (0.67, 0.67, 50, False),  # not from the start on
+    ],
+)
+def test_a_weight_that_stays_zero(tmp_path: Path, weight: float, gradient: float, since: int, is_found: bool) -> None:
+    def zeros(rate: float) -> dict[str, Any]:
+        return {"num_zero": lambda row: round(rate * row["numel"])}
+
+    overrides = [
+        Override(module=sick.CULPRIT, tensor="weight", reference="operand", steps=(since, None), slots=zeros(weight)),
+        Override(module=sick.CULPRIT, tensor="grad_weight", reference="shadow", slots=zeros(gradient)),
+    ]
+    found = [f for f in triage(build(tmp_path / "run", overrides=overrides)) if f.name == "weights-stay-zero"]
+    assert [(f.code, f.module, f.severity) for f in found] == ([("F150", sick.CULPRIT, Severity.WARNING)] if is_found else [])
+    if is_found:
+        assert "67 % of what wgrad gives" in found[0].message and found[0].cure.startswith("load or initialize this weight")
+
+
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_an_expert_without_tokens_is_left_out_of_a_step_and_nothing_is_rounded_away(tmp_path: Path, has_gradient: bool) -> None:
     """Adam's state asks for an update at each step; the optimizer makes it only where there is a gradient."""
