@@ -42,12 +42,13 @@ demo: $(USER_STAMP)
 # themselves. Named files may have none (5).
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not browser and not alone and not long' $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(PAGES) -m 'browser and not alone' -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest $(PAGES) -m 'browser and not alone and not long' -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 	$(BIN)/python -m pytest -m alone -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 # More of the kinds that make test has some of. No part of CI.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'long and not browser' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PAGES) -m 'long and browser' -o testpaths=tests/dashboard $(PYTEST_ARGS)
 
 test-floor: $(STAMP)
 	test -x build/floor/bin/fp8debug || { $(PYTHON) -m venv build/floor && build/floor/bin/python -m pip --disable-pip-version-check \

@@ -15,6 +15,7 @@ import fp8debug
 from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_regions import WIDTH, Block
+from tests.shortened import shortened
 
 STEPS = 6
 pytestmark = COMPILES
@@ -60,7 +61,7 @@ def train(kind: str, path: Path | None, gives_optimizer: bool = True) -> tuple[l
 
 
 @pytest.mark.parametrize("gives_optimizer", [True, False], ids=["given", "found"])
-@pytest.mark.parametrize("kind", ["method", "function", "training"])
+@pytest.mark.parametrize("kind", shortened(["training", "method", "function"], 3))
 def test_dynamo_compiles_nothing_of_a_watch(
     kind: str, gives_optimizer: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

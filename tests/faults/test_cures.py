@@ -13,6 +13,7 @@ from fp8debug.rules import RULES, triage
 from tests.bench.remedies.bench import tried
 from tests.bench.remedies.trials import BY_HAND, TRIALS
 from tests.rules.sick_runs import INPUT, share
+from tests.shortened import shortened
 from tests.synthetic import Override, build
 
 QUICK = (
@@ -24,7 +25,7 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", shortened(QUICK, 3))
 def test_the_cure_brings_loss_and_site_back(name: str, tmp_path: Path) -> None:
     (trial,) = (t for t in TRIALS if t.name == name)
     outcome = tried(trial, tmp_path)

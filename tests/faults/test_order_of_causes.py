@@ -13,6 +13,7 @@ from fp8debug.rules import Findings, Severity
 from tests.bench.diagnosis_models import Case
 from tests.bench.diagnosis_models import train as trained
 from tests.recording.models import net, train
+from tests.shortened import shortened
 
 STEPS, EVERY, CULPRIT = 48, 4, "blocks.1.down"
 
@@ -36,7 +37,7 @@ SAMPLED_BATCH = ("data_spike", 36, {"factor": 8.0})
 CAST_BEFORE, CAST_AFTER = (("stale_scale", step, {"ratio": 4096.0}) for step in (20, 40))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed"])
+@pytest.mark.parametrize("recipe", shortened(["blockwise", "tensorwise_delayed"], 2))
 def test_a_learning_rate_that_jumps_is_not_fp8s_doing(tmp_path: Path, recipe: str) -> None:
     """What clips after it, under delayed scaling, is its consequence."""
     found = judged(tmp_path / "run", LEARNING_RATE, recipe=recipe)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8debug
 from tests.faults.test_faults import sick_run
 from tests.recording.models import Net, batch, net, train
+from tests.shortened import shortened
 
 STEPS, AT = 8, 4
 
@@ -44,7 +45,7 @@ def run_of(path: Path, model: nn.Module, microbatches: int, **options: Any) -> f
     return fp8debug.Run(path)
 
 
-@pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
+@pytest.mark.parametrize("module", shortened(["blocks.0.up", "blocks.1.down"], 2))
 @pytest.mark.parametrize(
     ("name", "code", "options"),
     [
@@ -177,7 +178,7 @@ def test_a_second_cast_under_power_of_two_scales_is_harmless(tmp_path: Path) -> 
     assert list(fp8debug.triage(run)) == []
 
 
-@pytest.mark.parametrize("name", ["uneven_tokens", "padding_rows", "clustered_weights"])
+@pytest.mark.parametrize("name", shortened(["uneven_tokens", "padding_rows", "clustered_weights"], 3))
 def test_a_cast_cures_it(name: str, tmp_path: Path) -> None:
     sick_run(tmp_path / "sick", name, "blocks.1.down")
     run = fp8debug.Run(tmp_path / "sick")

@@ -13,6 +13,7 @@ import fp8debug
 from fp8debug.rules import Severity
 from fp8debug_cli.main import status
 from tests.recording.models import net, train
+from tests.shortened import shortened
 
 SCRIPT = """
 import sys
@@ -53,7 +54,7 @@ def test_an_exception_is_named(tmp_path: Path, form: dict[str, str]) -> None:
     assert "the program ended in step" in found.classification["what"]
 
 
-@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("end", shortened(["sys.exit()", "sys.exit(0)", "", "raise KeyboardInterrupt"], 3))
 def test_an_end_that_is_meant_is_none(tmp_path: Path, end: str) -> None:
     assert ended(tmp_path, UNDER_RUN, end).lost == []
 
@@ -81,7 +82,7 @@ def test_a_resumed_part_takes_the_end_back(tmp_path: Path) -> None:
     assert fp8debug.triage(path).lost == []
 
 
-@pytest.mark.parametrize("command", ["triage", "coverage"])
+@pytest.mark.parametrize("command", shortened(["triage", "coverage"], 2))
 def test_commands_say_it(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ended(tmp_path, OWN, CRASH)
     assert status([command, str(tmp_path / "run")]) == (command == "triage")

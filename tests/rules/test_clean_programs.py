@@ -18,6 +18,7 @@ from fp8debug.fallback import recommend
 from fp8debug.rules import Finding, Severity, triage
 from fp8debug.store.read.run import Run
 from tests.adapters.linears import ScaledLinear
+from tests.shortened import shortened
 from tests.synthetic import build
 
 WIDTH, TOKENS = 64, 256
@@ -184,7 +185,7 @@ def test_lora_is_clean(tmp_path: Path, in_fp8: str) -> None:
     assert list(triage(run)) == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", shortened(["tensorwise", "rowwise", "rowwise_with_gw_hp"], 3))
 def test_torchao_with_its_head_left_out_is_clean(tmp_path: Path, recipe: str) -> None:
     torchao = pytest.importorskip("torchao.float8")
     torch.manual_seed(0)
@@ -212,7 +213,7 @@ class HeavyTailed(nn.Module):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("scales", ["first", "second", "outside"])
+@pytest.mark.parametrize("scales", shortened(["first", "second", "outside"], 2))
 def test_scales_that_a_program_applies_elsewhere_are_clean(tmp_path: Path, scales: str, num_microbatches: int) -> None:
     """One operand gets the product of both, or the result is multiplied: each operand alone is off by a factor."""
     torch.manual_seed(0)

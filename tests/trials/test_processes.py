@@ -204,6 +204,7 @@ def test_a_script_that_trains_nothing_is_named(folder: Path) -> None:
     assert "warning: arm fp8: the script trained no model with a Linear: no forward ran with gradients on" in err
 
 
+@pytest.mark.long
 def test_a_script_of_another_stack_is_verified_from_end_to_end(tmp_path: Path) -> None:
     """Its one FP8 Linear is of its own making, over ``_scaled_mm``: BF16 and the candidates are trained, not fp8_tensors."""
     model = "nn.Sequential(nn.Linear(64, 128), nn.GELU(), ScaledLinear(128, 64).bfloat16())"

@@ -11,6 +11,7 @@ import pytest
 from fp8debug.store.write.writer import RunWriter
 from tests.dashboard import samples
 from tests.dashboard.serving import served
+from tests.shortened import shortened
 from tests.synthetic import Plan, manifest_of, stats_rows, steps_row
 
 if TYPE_CHECKING:
@@ -174,8 +175,11 @@ def test_the_head_of_a_page_is_reached_by_the_tab_key_in_reading_order(clean_pag
 
 @pytest.mark.parametrize(
     "address",
-    ["/", "/ranks?run=ranks", "/compare?run=sick&with=healthy"]
-    + [f"/{page}?run=sick" for page in ("overview", "heatmap", "module", "findings", "fallback")],
+    shortened(
+        ["/", "/ranks?run=ranks", "/compare?run=sick&with=healthy"]
+        + [f"/{page}?run=sick" for page in ("overview", "heatmap", "module", "findings", "fallback")],
+        2,
+    ),
 )
 def test_every_table_is_saved_as_csv_and_every_plot_as_png_and_they_are_few(clean_page: Page, site: str, address: str) -> None:
     go(clean_page, site + address)

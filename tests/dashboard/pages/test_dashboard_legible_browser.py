@@ -26,6 +26,7 @@ from tests.dashboard import samples
 from tests.dashboard.data.test_dashboard_nonfinite import text
 from tests.dashboard.pages.test_dashboard_browser import go
 from tests.dashboard.serving import served
+from tests.shortened import shortened
 from tests.synthetic import Override, Plan, manifest_of, steps_row
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def settle(page: Page, address: str) -> None:
 
 @browser_test
 @pytest.mark.parametrize("narrow_page", [(390, "light")], indirect=True)
-@pytest.mark.parametrize("name", samples.PAGES)
+@pytest.mark.parametrize("name", shortened(samples.PAGES, 2))
 def test_no_page_scrolls_sideways_and_its_head_is_whole(narrow_page: Page, site: str, name: str) -> None:
     settle(narrow_page, site + samples.PAGES[name])
     for width in WIDTHS:

@@ -17,6 +17,7 @@ from tests.dashboard import samples
 from tests.dashboard.pages.test_dashboard_browser import go
 from tests.dashboard.serving import listening
 from tests.dashboard.web.test_dashboard_start import made
+from tests.shortened import shortened
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -43,7 +44,7 @@ def asked_for(page: Page, site: str) -> Iterator[list[str]]:
     assert abroad == [], "the browser asked another origin"
 
 
-@pytest.mark.parametrize("name", samples.PAGES)
+@pytest.mark.parametrize("name", shortened(samples.PAGES, 3))
 def test_a_page_asks_its_own_server_only_and_no_button_of_a_plot_uploads_it(
     asked_for: list[str], clean_page: Page, site: str, name: str
 ) -> None:

@@ -81,6 +81,7 @@ def test_every_kernel_is_compiled(record_property: Any) -> None:
         assert kernel["scratch"] == [0, 0], kernel  # else launcher may not start it directly
 
 
+@pytest.mark.long
 @NEEDS_TOOLS
 def test_gpus_before_hopper_are_asked_for_nothing_that_they_lack() -> None:
     """Such as two halves of a word at once: what an Ada starts is compiled for it, the general kernels in place of fast ones."""
