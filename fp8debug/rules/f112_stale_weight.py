@@ -26,6 +26,11 @@ _RESCALED = (
     "keep the scale_inv that the cached data were cast with, and update scales when the weight is cast, not between microbatches;"
     " or switch the weight cache off; else BF16 for this module"
 )
+#: The cure where it is farther away than the last updates explain.
+_IF_CACHED = (
+    "if this FP8 weight is cached, refresh it after each optimizer step or switch the cache off; if it is cast at each step, dump"
+    " it (watch(dump=...)) and compare it with fp8debug.quantize() of the weight; else BF16 for this module"
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,9 @@ class StaleWeight(OffWeightRule):
         the range; or one that is right in the first microbatch of a step and wrong in a later one, which is how a cache shows
         in gradient accumulation. Where the later read is as far off as the data of the first one are under the scale of the
         later one, the scale was updated and the cached data were not cast again, and the message says so. Parts of another
-        shard or checkpoint, and values farther away than the optimizer's steps reach, are F121; a low SQNR at the cosine of
-        rounding is F113 or F118.
+        shard or checkpoint, and values farther away than the optimizer's steps reach, are F121, or F128 where they have the
+        weight's direction; a low SQNR at the cosine of rounding is F113 or F118. Where values are farther away than the steps
+        since they were right reach, the message says so: a copy of before then, or none of the weight's values.
 
     Why it matters
         The forward pass computes with weights that no optimizer knows: gradients belong to one point and are applied to
@@ -117,9 +123,12 @@ class StaleWeight(OffWeightRule):
                     f"the {weight.trace.gemm} weight has {row['sqnr_db']:.1f} dB at cosine {row['cosine']:.5f} at step"
                     f" {row['step']}: its FP8 values are not those of the weight as it is now"
                 )
-                yield weight.trace.finding(
+                if weight.since_right:
+                    message += f"; {weight.since_right}"
+                finding = weight.trace.finding(
                     self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
                 )
+                yield replace(finding, cure=_IF_CACHED) if weight.since_right else finding
 
     @property
     def _recheck(self) -> Look:

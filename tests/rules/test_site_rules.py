@@ -306,6 +306,18 @@ def test_values_that_no_update_can_have_left_behind_are_another_weights(
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "pace", "code"), [(0, 1e-3, "F128"), (40, 1e-5, "F128"), (40, 1e-4, "F112"), (40, 1e-3, "F112")]
+)
+def test_values_that_no_version_of_the_weight_had_are_not_stale(tmp_path: Path, first: int, pace: float, code: str) -> None:
+    """Before the first step there is no other version; 10 steps of 1e-4 do not move it so far, 41 of them can."""
+    sick_weight = Override(**{**WEIGHT, "steps": (first, None)}, slots=rotated(0.99 if first == 0 else 0.9))
+    (finding,) = triage(build(tmp_path / "run", overrides=[sick_weight], updates=sick_wholeruns.pace(pace)))
+    assert (finding.code, finding.module, finding.steps[0]) == (code, CULPRIT, first)
+    is_far = (code, pace) == ("F112", 1e-4)
+    assert ("it was right at step 30" in finding.message) == finding.cure.startswith("if this FP8 weight is cached") == is_far
+
+
 @pytest.mark.parametrize(("pace", "code"), [(3e-5, "F121"), (1e-3, "F112")])
 def test_a_transposed_copy_farther_away_than_updates_reach_is_made_wrongly(tmp_path: Path, pace: float, code: str) -> None:
     dgrad = Override(**{**WEIGHT, "gemm": "dgrad"}, slots=rotated(0.8))

@@ -119,12 +119,14 @@ class OffWeight:
         foreign: why it is taken for another weight's; empty for a stale one.
         is_transposed_alone: dgrad reads it so, and fprop's copy is right.
         is_unrelated: it has the weight's size and no direction in common with it, and no update can have parted them.
+        since_right: clause for people where it is farther away than updates can have moved it since it was right; else empty.
     """
 
     trace: Trace
     foreign: str
     is_transposed_alone: bool
     is_unrelated: bool
+    since_right: str
 
 
 def look_for_weights(limits: WeightLimits) -> Look:
@@ -185,6 +187,7 @@ def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
     wrong_in_fprop = {trace.module for trace in off if trace.gemm == "fprop"}
     alone = _have_fprop(run, {trace.module for trace in found} - wrong_in_fprop)
     paces = largest_updates(run) if found else {}
+    found = [trace for trace in found if not _is_no_version(trace, starts, paces, trace.module in alone, limits)]
     reasons: dict[str, str] = {}
     for trace in found:
         reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, paces, trace.module in alone, limits)
@@ -195,6 +198,7 @@ def off_weights(run: Run, limits: WeightLimits) -> list[OffWeight]:
             is_transposed_alone=trace.gemm == "dgrad" and trace.module in alone,
             is_unrelated=_is_unrelated(trace.rows[0], limits)
             and (trace.rows[0]["step"] in starts or bool(_beyond_updates(trace, paces, limits))),
+            since_right=_since_right(trace, paces, limits),
         )
         for trace in found
     ]
@@ -310,6 +314,21 @@ def _foreign(
     return f"{beyond}; another weight's (another expert's, layer's or shard's), or its own in other places"
 
 
+def _is_no_version(
+    trace: Trace, starts: frozenset[int], paces: Mapping[str, float], is_transposed_alone: bool, limits: WeightLimits
+) -> bool:
+    """Return whether values in the weight's direction are none that it had: F128 says what they can be.
+
+    They are so at the first step of a training, before there was another version, or farther away than its updates reach.
+    """
+    row: dict[str, Any] = trace.rows[0]
+    if _are_mixed(row, limits) or abs(row["cosine"]) < limits.max_unrelated:
+        return False
+    if row["step"] in starts:
+        return bool(row["step"] == 0 and row["sqnr_db"] >= limits.max_foreign_sqnr_db)
+    return not is_transposed_alone and bool(_beyond_updates(trace, paces, limits))
+
+
 def _beyond_updates(trace: Trace, paces: Mapping[str, float], limits: WeightLimits) -> str:
     """Return why the values are no older ones of the weight; empty where nothing says so.
 
@@ -321,7 +340,7 @@ def _beyond_updates(trace: Trace, paces: Mapping[str, float], limits: WeightLimi
         limits: their ``max_steps_worth`` is for the updates that were not.
     """
     row, pace = trace.rows[0], paces.get(trace.module)
-    num_steps, distance = row["step"] + 1, math.sqrt(row["sum_err2"] / row["numel"])
+    num_steps, distance = row["step"] + 1, _distance(row)
     if pace is None or distance <= limits.max_steps_worth * pace * num_steps:
         return ""
     return (
@@ -329,6 +348,26 @@ def _beyond_updates(trace: Trace, paces: Mapping[str, float], limits: WeightLimi
         f" steps of {pace:.2g} at most move it by {num_steps * pace:.2g}, so that these are no older values of it unless it was"
         " loaded anew"
     )
+
+
+def _since_right(trace: Trace, paces: Mapping[str, float], limits: WeightLimits) -> str:
+    """Return why it is no copy that the last steps left behind; empty where nothing says so."""
+    row, pace = trace.rows[0], paces.get(trace.module)
+    right = max((step for step in trace.sampled if step < row["step"]), default=None)
+    if right is None or pace is None:
+        return ""
+    num_steps, distance = row["step"] - right, _distance(row)
+    if distance <= limits.max_steps_worth * pace * num_steps:
+        return ""
+    return (
+        f"it was right at step {right}, lies {distance:.2g} (RMS) away, and {num_steps} optimizer steps of {pace:.2g} at most"
+        f" move it by {num_steps * pace:.2g}: values of before step {right}, or other codes, signs or places"
+    )
+
+
+def _distance(row: Mapping[str, Any]) -> float:
+    """Return the RMS of what the FP8 values differ by from the weight."""
+    return math.sqrt(row["sum_err2"] / row["numel"])
 
 
 def spans_binades(row: Mapping[str, Any], least: int) -> bool:
