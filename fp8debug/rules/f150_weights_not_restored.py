@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.optimizer_steps import largest_updates
+from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE, largest_updates
 from fp8debug.rules.reading.traces import percent
 from fp8debug.store.read.resumed import JoinedRun
 
@@ -178,6 +178,13 @@ class WeightsNotRestored(Rule):
                 rounded = {name: pair for name, pair in rest.items() if self._is_rounded(*pair)}
                 yield from (self._rounded(run, pair) for pair in rounded.values())
                 yield from self._jumps(run, resumes, {name: pair for name, pair in rest.items() if name not in rounded})
+
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Leave a weight whose elements jump to what was loaded into it, or to updates that are out of size by then."""
+        if finding.name != "elements-jump":
+            return True
+        loaded = any(f.code == "F133" and finding.module in {part.module for part in f.sites} for f in others)
+        return not loaded and not any(f.name == OUT_OF_SIZE and f.steps[0] <= finding.steps[1] for f in others)
 
     def _elements(self, run: Run, resumes: list[int]) -> Iterable[Finding]:
         """Return the weights of which an element moved between two sampled steps further than updates can move it."""
