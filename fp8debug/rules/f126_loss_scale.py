@@ -220,9 +220,7 @@ class LossScaleLoop(Rule):
                 f"the optimizer steps with {found.multiple:.2g} times the gradients of wgrad at {len(found.steps)} sampled steps"
                 f" from step {found.steps[0]} on, under a loss scale of {times(found.scale)}: they were not divided by it"
             )
-            finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.multiple,
-                                    found.scale**-0.5)  # fmt: skip
-            yield replace(finding, name="stepped-while-scaled", cure=_STEP)
+            yield self._of_steps(run, found.steps, "stepped-while-scaled", message, _STEP, found.multiple, found.scale**-0.5)
 
     def _twice(self, run: Run) -> Iterable[Finding]:
         limits = TwiceLimits(
@@ -238,9 +236,7 @@ class LossScaleLoop(Rule):
                 f" step {found.steps[0]} on, and are those of wgrad over {found.scale**2:.2g}, the square of the loss scale of"
                 f" {times(found.scale)}: they were divided by it twice"
             )
-            finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.norm,
-                                    self.max_clipped_norm)  # fmt: skip
-            yield replace(finding, name="unscaled-twice", cure=_ONCE)
+            yield self._of_steps(run, found.steps, "unscaled-twice", message, _ONCE, found.norm, self.max_clipped_norm)
 
     def _clipped(self, run: Run) -> Iterable[Finding]:
         limits = ClippingLimits(
@@ -256,9 +252,7 @@ class LossScaleLoop(Rule):
                 f" step {found.steps[0]} on, which is {found.norm * found.scale:.2g} over the loss scale of {times(found.scale)}:"
                 f" they were clipped before they were divided by it, to {found.factor:.2g} of their size"
             )
-            finding = self._finding(run, Severity.WARNING, (found.steps[0], found.steps[-1]), message, found.factor,
-                                    self.max_clip_factor)  # fmt: skip
-            yield replace(finding, name="clipped-while-scaled", cure=_CLIP)
+            yield self._of_steps(run, found.steps, "clipped-while-scaled", message, _CLIP, found.factor, self.max_clip_factor)
 
     def _late(self, run: Run) -> Iterable[Finding]:
         limits = UnscalingLimits(
@@ -351,6 +345,13 @@ class LossScaleLoop(Rule):
             steps = (low[0]["step"], low[-1]["step"])
             finding = self._finding(run, Severity.WARNING, steps, message, worst, self.max_zero_rate)
             yield replace(finding, name="gradients-vanish", gemm="dgrad", tensor="grad_output", cure=_SCALE)
+
+    def _of_steps(
+        self, run: Run, steps: Sequence[int], name: str, message: str, cure: str, value: float, threshold: float
+    ) -> Finding:
+        """Return a warning about all of these steps, under a name and with a cure of its own."""
+        finding = self._finding(run, Severity.WARNING, (steps[0], steps[-1]), message, value, threshold)
+        return replace(finding, name=name, cure=cure)
 
     def _finding(
         self, run: Run, severity: Severity, steps: tuple[int, int], message: str, value: float, threshold: float | None

@@ -33,11 +33,13 @@ OF_GRADIENTS = {"data_spike", "uneven_tokens", "double_quantization", "recompute
 #: Those that need a weight to age before they show.
 OF_TIME = {"stale_weight"}
 FAULTS = {fault.name: fault for fault in fp8debug.list_faults()}
-#: Where each is planted: the first layer's input wants no gradient, so it has no dgrad. ``diagnosis.py`` tries more places.
-PLANTED = {
-    name: "blocks.1.up" if name == "uneven_tokens" else ("blocks.0.up", "blocks.1.down")[number % 2]
-    for number, name in enumerate(one.name for one in FAULTS.values() if one.needs_module and one.name not in ELSEWHERE)
+#: Where each can be planted: the first layer's input wants no gradient, so it has no dgrad.
+PLACES = {
+    name: ("blocks.1.up" if name == "uneven_tokens" else "blocks.0.up", "blocks.1.down")
+    for name in (one.name for one in FAULTS.values() if one.needs_module and one.name not in ELSEWHERE)
 }
+#: In one of them each is planted by `make test`, and in the other by `make test-long`.
+PLANTED = {name: places[number % 2] for number, (name, places) in enumerate(PLACES.items())}
 
 
 def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None = None, fallbacks: object = None) -> list[float]:
@@ -65,11 +67,13 @@ def sick(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]
     return record
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_triage_names_the_module_and_the_cause(name: str, sick: Callable[[str, str], Path]) -> None:
-    findings, code = fp8debug.triage(sick(name, PLANTED[name])), FAULTS[name].code
+@pytest.mark.parametrize(
+    ("name", "module"), shortened([(name, place) for name, places in PLACES.items() for place in places], PLANTED.items())
+)
+def test_triage_names_the_module_and_the_cause(name: str, module: str, sick: Callable[[str, str], Path]) -> None:
+    findings, code = fp8debug.triage(sick(name, module)), FAULTS[name].code
     assert [f.code for f in findings] == [code], [f.message for f in findings]
-    assert findings[0].module == PLANTED[name]
+    assert findings[0].module == module
     assert findings[0].steps[0] == (0 if name == "unconverted" else AT)
 
 

@@ -486,29 +486,39 @@ def cached_without_a_history(folder: Path) -> None:
         train(model, folder / name, before=evaluate)
 
 
+def _train_scaled(path: Path, *, divisor: float = 2.0**16, steps_first: bool = False) -> None:
+    """Train under a loss scale of 2^16, by which the gradients are divided, or by another number, before the optimizer's step.
+
+    Args:
+        path: where it is recorded.
+        divisor: of the gradients.
+        steps_first: the optimizer takes a step before that, too.
+    """
+    scale, model = 2.0**16, Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fp8debug.watch(model, path, every=2) as watch:
+        for step in range(32):
+            tokens, classes = batch(step)
+            loss = cross_entropy(model(tokens), classes)
+            (loss * scale).backward()
+            if steps_first:
+                optimizer.step()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.div_(divisor)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss, loss_scale=scale)
+
+
 @situation(
     13, "IAHispano/Applio#860",
     "the optimizer steps with gradients that are still multiplied by the loss scale, before the scaler takes its own step",
     first="silent", codes=("F126", "F127", "F134", "F149"), words=("loss scale",), misleading=("smooth", "amax", "bf16"),
 )  # fmt: skip
 def a_step_before_the_scalers(folder: Path) -> None:
-    scale = 2.0**16
-    for name in ("sick", "clean"):
-        model = Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with fp8debug.watch(model, folder / name, every=2) as watch:
-            for step in range(32):
-                tokens, classes = batch(step)
-                loss = cross_entropy(model(tokens), classes)
-                (loss * scale).backward()
-                if name == "sick":
-                    optimizer.step()
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.grad.div_(scale)
-                optimizer.step()
-                optimizer.zero_grad()
-                watch.step(loss=loss, loss_scale=scale)
+    _train_scaled(folder / "sick", steps_first=True)
+    _train_scaled(folder / "clean")
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -624,21 +634,8 @@ def nan_gradients_are_zeroed(folder: Path) -> None:
     misleading=("smooth", "amax", "bf16", "learning rate"),
 )  # fmt: skip
 def unscaled_twice(folder: Path) -> None:
-    scale = 2.0**16
-    for name in ("sick", "clean"):
-        model = Model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        with fp8debug.watch(model, folder / name, every=2) as watch:
-            for step in range(32):
-                tokens, classes = batch(step)
-                loss = cross_entropy(model(tokens), classes)
-                (loss * scale).backward()
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.grad.div_(scale * scale if name == "sick" else scale)
-                optimizer.step()
-                optimizer.zero_grad()
-                watch.step(loss=loss, loss_scale=scale)
+    _train_scaled(folder / "sick", divisor=2.0**32)
+    _train_scaled(folder / "clean")
 
 
 class _Clamped(torch.autograd.Function):
