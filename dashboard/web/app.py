@@ -90,7 +90,10 @@ def make_app(path: str | Path | ServedFolder) -> dash.Dash:
         _redraw(app, source, name, entry)
     hand_out_files(app, source)
     take_notes(app, source)
-    app.server.config[SCRIPTS] = lambda: [EARLY, *app._inline_scripts, app.renderer]  # Dash adds some with the first request
+    app.server.config[SCRIPTS] = lambda: [EARLY, *app._inline_scripts, app.renderer]
+    # Dash looks for the scripts of its pages with the first request, and a page that is asked for meanwhile has none of them.
+    with app.server.test_request_context("/"):
+        app.server.preprocess_request()
     return app
 
 

@@ -6,10 +6,13 @@ import gc
 import queue
 import re
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import dash
 import flask
 import pytest
 from werkzeug.test import create_environ, run_wsgi_app
@@ -76,6 +79,21 @@ def test_the_head_of_a_page_comes_before_there_is_an_app(front: Front, folder: P
     whole = END_ID.sub(b"", b"".join(later))
     assert told == "200 OK" and whole.partition(b"<head>")[2] == rest and b"react-entry-point" in rest
     assert b"earlyPlots" not in whole, "from then on pages come whole"
+
+
+def test_pages_that_are_asked_for_at_once_have_all_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dash finds its scripts once, and takes them for found from the moment it begins."""
+    find = dash.Dash._walk_assets_directory
+
+    def find_slowly(app: dash.Dash) -> None:
+        time.sleep(0.5)
+        find(app)  # type: ignore[no-untyped-call]  # untyped in dash
+
+    monkeypatch.setattr(dash.Dash, "_walk_assets_directory", find_slowly)
+    app = make_app(folder).server
+    with ThreadPoolExecutor(2) as pool:
+        pages = list(pool.map(lambda _: app.test_client().get("/").text, range(2)))
+    assert ["assets/fp8debug.js" in page for page in pages] == [True, True]
 
 
 def test_only_our_own_scripts_get_the_nonce() -> None:
