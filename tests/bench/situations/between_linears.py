@@ -283,3 +283,31 @@ def loss_of_bf16_logits(folder: Path) -> None:
 
     train(Model(), folder / "sick", loss_of=in_bf16, steps=40)
     train(Model(), folder / "clean", steps=40)
+
+
+class _TypesEps(nn.RMSNorm):
+    """A norm of BF16 whose eps is, where none is given, that of its input's type: 2^-7."""
+
+    given: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = x.bfloat16()
+        eps = torch.finfo(narrow.dtype).eps if self.given is None else self.given
+        out: Tensor = narrow.float() * torch.rsqrt(narrow.float().square().mean(-1, keepdim=True) + eps)
+        return out.to(narrow.dtype).float() * self.weight
+
+
+@situation(
+    17, "pytorch/pytorch#189581",
+    "RMSNorm's eps is by default BF16's own, 0.0078: small inputs leave it far below a mean square of 1",
+    first="silent", quiet=True, words=("epsilon", "eps is", "norm's eps", "mean square", "not normalized"),
+)  # fmt: skip
+def eps_of_the_norms_type(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model()
+        with torch.no_grad():
+            model.embed.weight.mul_(0.02)  # as language models start
+        for owner in (*model.blocks, model):
+            owner.norm = _TypesEps(128)
+            owner.norm.given = None if name == "sick" else 1e-6
+        train(model, folder / name)

@@ -21,6 +21,7 @@ from tests.bench.situations.stack import (
     Block,
     BlockLinear,
     Cast,
+    InInputType,
     Model,
     altered,
     batch,
@@ -325,3 +326,43 @@ def packed_weights_load_as_zeros(folder: Path) -> None:
                 for block in model.blocks:
                     block.qkv.weight.zero_()
         train(model, folder / name)
+
+
+class _Masters(torch.optim.Optimizer):
+    """AdamW that keeps each parameter's master in its state, and steps with it in the master's own type."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, master_weight=p.float(), exp_avg=torch.zeros(p.shape), exp_avg_sq=torch.zeros(p.shape))
+                state["step"] += 1
+                first = state["exp_avg"].lerp_(p.grad.float(), 0.1)
+                second = state["exp_avg_sq"].lerp_(p.grad.float().square(), 0.001)
+                size = (second / (1 - 0.999 ** state["step"])).sqrt() + 1e-8
+                update = group["lr"] * first / (1 - 0.9 ** state["step"]) / size
+                state["master_weight"].copy_(state["master_weight"].float() - update)
+                p.copy_(state["master_weight"])
+
+
+@situation(
+    17, "NVIDIA/Megatron-LM#1359",
+    "the checkpoint's FP32 masters come back in BF16, and stay so: from the resume on small updates round away",
+    first="silent", codes=("F135", "F150"), words=("bf16", "master", "round"),
+    misleading=("smooth", "amax_eps", "scale_rounding", "loss scal"),
+)  # fmt: skip
+def masters_in_bf16_after_a_resume(folder: Path) -> None:
+    model = Model(InInputType).bfloat16()
+    optimizer = _Masters(model.parameters(), 2e-5)
+    train_for_both(model, folder, steps=48, every=2, optimizer=optimizer)
+    for name in ("sick", "clean"):
+        again, other = copy.deepcopy((model, optimizer))
+        if name == "sick":
+            for state in other.state.values():
+                state["master_weight"] = state["master_weight"].bfloat16()
+        train(again, folder / name, steps=48, every=2, optimizer=other, resume_from=48)

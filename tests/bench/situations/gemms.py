@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -344,3 +345,27 @@ def dgrad_drops_the_up_half(folder: Path) -> None:
 
     train(Model(OwnKernel, block=FusedBlock), folder / "sick", kernel=kernel)
     train(Model(OwnKernel, block=FusedBlock), folder / "clean")
+
+
+class _HalfResults(BlockLinear):
+    """A Linear whose GEMMs write FP16."""
+
+    def product(self, gemm: str, a: Cast, b: Cast, shape: Sequence[int]) -> Tensor:
+        out = torch.empty(tuple(shape), dtype=torch.float16)
+        sys.modules["deep_gemm"].fp8_gemm_nt(a, b, out)
+        return out
+
+
+@situation(
+    17, "huggingface/transformers#5651",
+    "the result of the MLP's second Linear passes 65504 in training, FP16's largest: Inf there, and the loss is NaN",
+    first="silent", modules=("blocks.0.down",), gemms=("fprop",), tensors=("output",), codes=("F103", "F108", "F125", "F128"),
+    words=("fp16", "65504", "overflow", "range"),
+    misleading=("smooth", "amax_eps", "learning rate", "optimizer", "scale_rounding", "unwritten"),
+)  # fmt: skip
+def result_beyond_fp16(folder: Path) -> None:
+    for name, linear in (("sick", _HalfResults), ("clean", BlockLinear)):
+        model = Model(linear)
+        with torch.no_grad():  # a channel of the residual stream that has grown, as a long training leaves it
+            model.blocks[0].down.weight[17] *= 2.5e4
+        train(model, folder / name, every=2)

@@ -18,10 +18,12 @@ from tests.bench.situations.stack import (
     LARGEST,
     UP,
     VOCABULARY,
+    Block,
     BlockLinear,
     Cast,
     InInputType,
     Model,
+    TwoExperts,
     _Product,
     batch,
     copy_plain_run,
@@ -736,3 +738,81 @@ def clipped_before_the_backward_pass(folder: Path) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
         train(model, folder / name, micro=2, after_backward=clip)
+
+
+class _Sparse(nn.Module):
+    """A dense gated MLP, and two experts behind it."""
+
+    def __init__(self, linear: Callable[..., nn.Module], width: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.dense, self.experts = Block(linear, width, hidden, bias), TwoExperts(linear, width, hidden, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, width]``."""
+        out: Tensor = self.experts(self.dense(x))
+        return out
+
+
+@situation(
+    17, "deepspeedai/DeepSpeed#6545",
+    "gradients of experts are divided by the ranks that share them, not by all ranks of data: ep_size times too large",
+    first="silent", codes=("F134", "F149"), tensors=("grad_weight",), words=("times", "factor", "multipl"),
+    modules=tuple(f"blocks.{i}.experts.{one}.{name}" for i in range(2) for one in ("first", "second")
+                  for name in ("gate", "up", "down")),
+    misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),
+)  # fmt: skip
+def experts_gradients_times_ep_size(folder: Path) -> None:
+    for name in ("sick", "clean"):
+        model = Model(block=_Sparse)
+
+        def average(step: int, number: int, model: Model = model, is_sick: bool = name == "sick") -> None:
+            for key, p in model.named_parameters():
+                if is_sick and number and ".experts." in key and p.grad is not None:
+                    p.grad.mul_(4)
+
+        train(model, folder / name, micro=2, after_backward=average, optimizer=torch.optim.SGD(model.parameters(), lr=0.3))
+
+
+@situation(
+    17, "facebookresearch/fairscale#263",
+    "the norm that gradients are clipped to is summed of squares in FP16: it is Inf beyond 256, and all gradients become zeros",
+    first="silent", codes=("F134", "F143", "F149"), words=("clip", "norm", "after wgrad", "zeros, though"),
+    misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss function", "mask"),
+)  # fmt: skip
+def norm_overflows_in_fp16(folder: Path) -> None:
+    for name, dtype in (("sick", torch.float16), ("clean", torch.float32)):
+        model, number = Model(), [0]
+
+        def loss_of(out: Tensor, classes: Tensor, number: list[int] = number) -> Tensor:
+            number[0] += 1
+            num = 20 + 100 * (number[0] % 4)  # sums over batches of other sizes
+            return functional.cross_entropy(out[:num].float(), classes[:num], reduction="sum")
+
+        def clip(step: int, micro: int, model: Model = model, dtype: torch.dtype = dtype) -> None:
+            given = [p.grad for p in model.parameters() if p.grad is not None]
+            norms = torch.stack([g.norm() for g in given]).to(dtype)
+            factor = (1.0 / (norms.square().sum().sqrt().float() + 1e-6)).clamp(max=1.0)
+            for g in given:
+                g.mul_(factor)
+
+        train(model, folder / name, loss_of=loss_of, after_backward=clip)
+
+
+@situation(
+    17, "NVIDIA/Megatron-LM#5222",
+    "layers share two buffers of gradients, and nobody waits: a part of one layer's is the next one's wgrad when it is reduced",
+    first="silent", modules=DOWN, codes=("F134", "F149"), tensors=("grad_weight",), words=("gradient",),
+    misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),
+)  # fmt: skip
+def wgrad_of_the_next_layer(folder: Path) -> None:
+    model = Model()
+
+    def overwrite(step: int, number: int) -> None:
+        ours, theirs = (model.get_parameter(f"blocks.{i}.down.weight").grad for i in (1, 0))
+        assert ours is not None and theirs is not None
+        if step % 4 != 3:  # else the reduction was in time
+            num = ours.numel() // 4
+            ours.view(-1)[:num] = theirs.view(-1)[:num]
+
+    train(model, folder / "sick", after_backward=overwrite)
+    copy_plain_run(folder / "clean")

@@ -353,3 +353,51 @@ def routing_weights_are_applied_twice(folder: Path) -> None:
 
     rollouts(folder / "sick", twice, block=_Routed)
     rollouts(folder / "clean", lambda engine: None, block=_Routed)
+
+
+@situation(
+    17, "modelscope/ms-swift#8427",
+    "the rollout engine's probabilities are those of logits divided by the temperature, the trainer's are of logits as they are",
+    first="silent", codes=("F122",), words=("temperature", "times", "factor"),
+    misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate", "dequantized"),
+)  # fmt: skip
+def logits_without_the_temperature(folder: Path) -> None:
+    rollouts(folder / "sick", lambda engine: engine.register_forward_hook(lambda module, args, out: out / 0.6))
+    rollouts(folder / "clean", lambda engine: None)
+
+
+class _Dropped(Block):
+    """A block whose results lose some elements while it trains."""
+
+    rate = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(super().forward(x) - x, self.rate, self.training)
+
+
+@situation(
+    17, "Human-Agent-Society/reef#536",
+    "the trainer's adapter leaves the framework's dropout of 0.1 on, which the model does not have: other logits than rollouts'",
+    first="silent", codes=("F122",), words=("dropout", "random", "between", "no linear", "before it", "outside", "its input"),
+    misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def dropout_in_the_trainer_alone(folder: Path) -> None:
+    class Clean(_Dropped):
+        rate = 0.0
+
+    rollouts(folder / "sick", lambda engine: engine.eval(), block=_Dropped)
+    rollouts(folder / "clean", lambda engine: engine.eval(), block=Clean)
+
+
+@situation(
+    17, "PrimeIntellect-ai/prime-rl#3112",
+    "the trainer rounds scales to powers of two, as another device needs them, and the rollout engine does not: coarser casts",
+    first="silent", codes=("F122",), words=("power", "scale", "recipe"),
+    misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate"),
+)  # fmt: skip
+def scales_of_another_device(folder: Path) -> None:
+    def exact(engine: Any) -> None:
+        fp8debug.convert(engine, "blockwise", overrides={"head": None})
+
+    rollouts(folder / "sick", exact, recipe="blockwise_pow2")
+    rollouts(folder / "clean", lambda engine: None, recipe="blockwise_pow2")

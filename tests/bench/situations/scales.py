@@ -602,3 +602,18 @@ def amax_histories_are_clipped(folder: Path) -> None:
                 layer.overwrite(sums=False)
 
         train(model, folder / name, after_backward=clip)
+
+
+@situation(
+    17, "pytorch/ao#904",
+    "a correct program: eager code computes scales in BF16, compiled code in FP32; codes and scales belong together in both",
+    first="silent", clean=True,
+)  # fmt: skip
+def clean_scales_in_bf16(folder: Path) -> None:
+    class Eager(BlockLinear):
+        def cast(self, gemm: str, tensor: str, x: Tensor) -> Cast:
+            x, block = x.contiguous(), (128, 128) if tensor == "weight" else (1, 128)
+            scale = (1 / scales_of(x.bfloat16(), block, LARGEST[E4M3])).bfloat16().float()
+            return quantized(x, 1 / scale, block), 1 / scale
+
+    train(Model(Eager), folder / "sick")

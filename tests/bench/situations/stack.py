@@ -315,14 +315,16 @@ def copy_plain_run(path: Path) -> None:
     shutil.copytree(_plain_run(), path)
 
 
-def rollouts(path: Path, spoil: Callable[[Any], None], *, bias: bool = False, steps: int = 24, **made: Any) -> None:
+def rollouts(
+    path: Path, spoil: Callable[[Any], Any], *, bias: bool = False, steps: int = 24, recipe: str = "blockwise", **made: Any
+) -> None:
     """Train, and compare four times with a rollout engine: a copy of the model in which something is not as it should be."""
     model = Model(nn.Linear, bias=bias, **made)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("bias"):
                 p.copy_(torch.linspace(-1, 1, len(p)))
-    fp8debug.convert(model, "blockwise", overrides={"head": None})
+    fp8debug.convert(model, recipe, overrides={"head": None})
 
     def engine(tokens: Tensor) -> Tensor:
         other = copy.deepcopy(model)
