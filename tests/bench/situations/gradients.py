@@ -756,7 +756,7 @@ class _Sparse(nn.Module):
 @situation(
     17, "deepspeedai/DeepSpeed#6545",
     "gradients of experts are divided by the ranks that share them, not by all ranks of data: ep_size times too large",
-    first="silent", codes=("F134", "F149"), tensors=("grad_weight",), words=("times", "factor", "multipl"),
+    first="misled", codes=("F134", "F149"), tensors=("grad_weight",), words=("times", "factor", "multipl"),
     modules=tuple(f"blocks.{i}.experts.{one}.{name}" for i in range(2) for one in ("first", "second")
                   for name in ("gate", "up", "down")),
     misleading=("smooth", "amax_eps", "scale_rounding", "learning rate", "loss scal", "bf16"),

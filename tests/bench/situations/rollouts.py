@@ -358,7 +358,7 @@ def routing_weights_are_applied_twice(folder: Path) -> None:
 @situation(
     17, "modelscope/ms-swift#8427",
     "the rollout engine's probabilities are those of logits divided by the temperature, the trainer's are of logits as they are",
-    first="silent", codes=("F122",), words=("temperature", "times", "factor"),
+    first="incomplete", codes=("F122",), words=("temperature", "times", "factor"),
     misleading=("synchron", "smooth", "amax_eps", "optimizer", "learning rate", "dequantized"),
 )  # fmt: skip
 def logits_without_the_temperature(folder: Path) -> None:

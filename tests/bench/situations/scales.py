@@ -607,7 +607,7 @@ def amax_histories_are_clipped(folder: Path) -> None:
 @situation(
     17, "pytorch/ao#904",
     "a correct program: eager code computes scales in BF16, compiled code in FP32; codes and scales belong together in both",
-    first="silent", clean=True,
+    first="right", clean=True,
 )  # fmt: skip
 def clean_scales_in_bf16(folder: Path) -> None:
     class Eager(BlockLinear):
