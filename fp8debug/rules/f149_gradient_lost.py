@@ -24,7 +24,7 @@ _ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE, _MAS
     "unheld",
 )
 _BEYOND, _AVERAGED, _OWN_FACTOR, _AFTER, _ROUNDED, _CUT = "beyond", "averaged", "own factor", "after", "rounded", "cut"
-_EARLY = "early"
+_EARLY, _ZEROED = "early", "zeroed"
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
@@ -35,7 +35,7 @@ _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient
           _JOINED: "gradient-joined", _USES: "gradient-of-uses-weighted", _UNHELD: "gradient-without-optimizer",
           _BEYOND: "gradient-out-of-size", _AVERAGED: "gradient-averaged-twice", _OWN_FACTOR: "gradient-of-another-factor",
           _AFTER: "gradient-changed-after-dgrad", _ROUNDED: ROUNDED_TO_ZERO,
-          _CUT: "gradient-cut-off", _EARLY: "gradient-clipped-early"}  # fmt: skip
+          _CUT: "gradient-cut-off", _EARLY: "gradient-clipped-early", _ZEROED: "gradient-zeroed-at-steps"}  # fmt: skip
 #: The GEMMs that an event names where wgrad did not run: alone, or as neither of the backward pass did.
 _WITHOUT_WGRAD = ((Gemm.WGRAD,), (Gemm.DGRAD, Gemm.WGRAD))
 #: Relative difference of sums over the same columns that FP32 parts: of squares that are added in another order.
@@ -61,6 +61,9 @@ _CURES = {
     " multiplies what is there already",
     _EARLY: "clip once a step, after the last backward pass (and after scaler.unscale_) and before the optimizer's step; a"
     " function that computes the loss alone runs before the backward pass",
+    _ZEROED: "compute the norm that gradients are clipped to in FP32, squares and their sum too: in FP16 the square of a norm"
+    " beyond 255 is Inf, and a factor of 1 / Inf is 0; look at what else multiplies gradients by 0 (none if such steps are left"
+    " out on purpose)",
     _USES: "check what splits or delays the weight gradient of a module that is called several times (a pipeline's separate wgrad"
     " pass, a custom autograd function): each use has to be added once; without the split autograd does it",
     _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
@@ -78,7 +81,7 @@ _CURES = {
     _AVERAGED: "check what divides or multiplies these gradients by the number of microbatches: the loss is averaged for all of"
     " them, and a hook, a fused accumulation or a second optimizer's own averaging does it once more for these, or undoes it",
     _OWN_FACTOR: "none if a factor for these weights is meant (a multiplier of a layer or a group), else check what multiplies"
-    " their gradients between the last backward pass and the step",
+    " their gradients between the last backward pass and the step (an average over fewer ranks than the others', as of experts)",
     _AFTER: "check what reads and writes dgrad's result after its GEMM (an epilogue, unpadding, rows that no kernel writes) and"
     " the backward pass of what lies between (a norm, attention, a residual) against another backend; record with every=1 until"
     " it is gone",
@@ -115,7 +118,9 @@ class GradientLost(Rule):
         gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
         weight.grad between them: a program that does may join the gradients of two losses as it likes, and one that
         clips after each microbatch clips the first one's twice, by another factor at each step), gradient-clipped-early (such a
-        factor for the first of two passes, while the second arrives as wgrad gave it), gradient-of-one-use
+        factor for the first of two passes, while the second arrives as wgrad gave it), gradient-zeroed-at-steps (all zeros for
+        all weights at the steps with the largest gradients, where wgrad's results are finite: a norm that is Inf makes a
+        clipping factor of 0), gradient-of-one-use
         (of a weight that modules share and that each of them multiplies once a step, it is as large as one use's, and
         not as their sum; or of a module that is called several times in the only pass, it is one call's),
         gradient-of-uses-weighted (of a module that is called twice in the only pass, it is another multiple of one
@@ -125,13 +130,13 @@ class GradientLost(Rule):
         microbatch), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules), gradient-joined,
         information: in a run of one rank, weight.grad has more than wgrad gave, in several modules that share no
         weight and by different factors: a regularizer, a factor per layer, or a buffer that was added to it. A common
-        factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
-        so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding
-        that is tied to a head, noise), nothing is concluded; nor where an optimizer steps on copies of its own; nor of
-        multiples where wgrad's result is multiplied after its GEMM, which is where passes are read. A pass before
-        another optimizer's step does not count: it is of that one's loss (a generator's gradients of the
-        discriminator); nor does one of torch.autograd.grad, or one after which the weight was changed before the next
-        (an ascent step).
+        factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding; where most modules have one
+        above 1 and others none, it is that of most. Directions are compared, so that a factor hides nothing.
+        Where several ranks add to a gradient, or something else does (an embedding that is tied to a head, noise),
+        nothing is concluded; nor where an optimizer steps on copies of its own; nor of multiples where wgrad's result
+        is multiplied after its GEMM, which is where passes are read. A pass before another optimizer's step does not
+        count: it is of that one's loss (a generator's gradients of the discriminator); nor does one of
+        torch.autograd.grad, or one after which the weight was changed before the next (an ascent step).
 
     Why it matters
         The run trains on a part of its batch, or not at all. Nothing is NaN, every cast is clean, the loss is worse or noisier;
@@ -181,6 +186,8 @@ class GradientLost(Rule):
         - min_empty_steps, max_spread too of gradient-clipped-early: sampled steps at which the first of two passes has a smaller
           factor, and distance of the second's from 1 there, and of the sum's at the others. Closed form: 0; clipping after each
           pass leaves it at 1 only where the sum lies within the limit that the first pass exceeded. Seen in nano-world-model #22.
+        - min_empty_steps too of gradient-zeroed-at-steps: sampled steps without zeros; at fewer than min_steps with zeros it is
+          information. No published basis. Size is the root of the sum of the squares of wgrad's results. Seen in fairscale #263.
         - min_part_rate 0.05, max_zero_rate 0.001: of gradient-in-part, share of zeros in weight.grad, and in wgrad's result at
           the same step. No published basis; it is information, as a program may mask gradients on purpose.
         - max_lost_square 0.5: of gradient-rounded-to-zero, share of the square of wgrad's result that is lost over the share of
@@ -482,11 +489,15 @@ class GradientLost(Rule):
         ratios: dict[str, list[dict[str, Any]]] = {}
         for sums in by_step.values():
             middle = median(row["gain"] for row in sums)
+            is_of_most = middle >= self.min_gain and any(abs(row["gain"] - 1) <= self.max_spread for row in sums)
+            middle = 1.0 if is_of_most else middle  # nothing multiplies all gradients by more than 1 on purpose
             for row in sums:
-                ratios.setdefault(row["module"], []).append({**row, "ratio": row["gain"] / middle})
+                ratio = row["gain"] / middle
+                ratios.setdefault(row["module"], []).append({**row, "ratio": ratio, "is_of_most": is_of_most})
         last = {name: _to_the_end(found, self._is_other) for name, found in ratios.items() if name not in known}
         own = {name: found for name, found in last.items() if self._is_constant(found)}
-        if not own or 2 * len(own) >= len(ratios):
+        is_of_most = all(row["is_of_most"] for found in own.values() for row in found)
+        if not own or (2 * len(own) >= len(ratios) and not is_of_most):
             return
         nums = _num_passes(run, set(own))
         averaged = {name: found for name, found in own.items() if self._is_of_passes(found, nums)}
@@ -542,6 +553,35 @@ class GradientLost(Rule):
                 rounded |= set(shown)
             yield from self._finding(run, kind, shown, places)
         yield from self._without_wgrad(run, known, places)
+        yield from self._zeroed(run, rows, places)
+
+    def _zeroed(self, run: Run, rows: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the finding of steps with the largest gradients, at which the optimizer gets zeros for all weights."""
+        steps: dict[int, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if not row["absent"] and math.isfinite(row["passes2"]):
+                steps.setdefault(row["step"], []).append(row)
+        sizes = {step: math.sqrt(sum(row["passes2"] for row in found)) for step, found in steps.items()}
+        empty = [step for step, found in steps.items() if not any(row["num_grad"] for row in found)]
+        others = [step for step, found in steps.items() if all(row["num_grad"] for row in found)]
+        if not empty or len(others) < self.min_empty_steps:
+            return
+        size, most = min(sizes[step] for step in empty), max(sizes[step] for step in others)
+        if size <= most:
+            return
+        where = f"step {empty[0]}, the one of {len(steps)} sampled steps"
+        if len(empty) > 1:
+            where = f"{len(empty)} of {len(steps)} sampled steps from step {empty[0]} on, those"
+        message = (
+            f"the optimizer gets a weight.grad of zeros for all weights at {where} with the largest gradients: wgrad's results"
+            f" are finite and of size {size:.3g} or more there, of {most:.3g} or less at the others. A clipping factor of 0 does"
+            " that, as of a norm that is Inf"
+        )
+        severity = Severity.WARNING if len(empty) >= self.min_steps else Severity.INFO
+        first = min({row["module"] for row in steps[empty[0]]}, key=lambda name: (places.get(name, 0), name))
+        yield Finding(code=self.code, name=_NAMES[_ZEROED], severity=severity, module=first, gemm="wgrad",
+                      tensor="grad_weight", steps=(empty[0], empty[-1]), ranks=tuple(run.ranks), value=size, threshold=most,
+                      message=message, cure=_CURES[_ZEROED] + _NOT_A_CAST, call_index=places.get(first, 0))  # fmt: skip
 
     def _without_wgrad(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of weights that need a gradient, whose backward pass has no wgrad, and that never move."""
@@ -664,9 +704,11 @@ class GradientLost(Rule):
         if kind in (_MASKED, _ROUNDED):
             return self._told_of_zeros(kind, row)
         if kind in (_AVERAGED, _OWN_FACTOR):
-            told = f"gets {row['ratio']:.3g} times as much of the sum of its microbatches' gradients as most others do"
+            others = "others do, which get theirs as wgrad gave it" if row["is_of_most"] else "most others do"
+            told = f"gets {row['ratio']:.3g} times as much of the sum of its microbatches' gradients as {others}"
             verb = "divided" if row["ratio"] < 1 else "multiplied"
-            why = f": it is {verb} by the number of microbatches, {row['num_passes']}, once more," if kind == _AVERAGED else ""
+            why = "," if row["is_of_most"] else ""
+            why = f": it is {verb} by the number of microbatches, {row['num_passes']}, once more," if kind == _AVERAGED else why
             return row["ratio"], self.min_gain, f"{told}{why} for the weight"
         if kind == _JOINED:
             text = (

@@ -868,6 +868,57 @@ def test_the_sum_of_microbatches_times_a_factor_that_others_do_not_have(
 
 
 @pytest.mark.parametrize(
+    ("of_most", "of_others", "ratio"),
+    [(4.0, 1.0, 4.0), (1.0, 0.25, 0.25), (2.0, 0.5, 0.25), (1.0, 4.0, 4.0)],
+    ids=["most have one", "others are divided", "all are multiplied", "others have one"],
+)
+def test_most_modules_have_another_factor_where_others_get_their_gradient_as_it_is(
+    tmp_path: Path, of_most: float, of_others: float, ratio: float
+) -> None:
+    """As of the experts of a model, which are most of its modules; nothing multiplies all gradients by more than 1 on purpose."""
+
+    def updates(step: int, module: str) -> dict[str, Any]:
+        return {**sick.given()(step, module), **multiple(of_others if module == sick.CULPRIT else of_most)}
+
+    found = triage(build(tmp_path / "run", updates=updates))
+    assert {(f.name, f.severity) for f in found} == {("gradient-of-another-factor", Severity.INFO)}
+    named = {found[0].module, *found[0].also}
+    others = {name for name, _, _ in MODULES} - {sick.CULPRIT}
+    assert named == (others if (of_most, of_others) == (4.0, 1.0) else {sick.CULPRIT})
+    assert found[0].value == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("empty", "size", "severity"),
+    [((30,), 1.5, Severity.INFO), ((30, 60), 1.5, Severity.WARNING), ((30, 60), 0.5, None), ((), 1.5, None)],
+    ids=["one step", "two steps", "not the largest", "none"],
+)
+def test_zeros_for_all_weights_at_the_steps_with_the_largest_gradients(
+    tmp_path: Path, empty: Sequence[int], size: float, severity: Severity | None
+) -> None:
+    larger = [
+        Override(tensor="grad_weight", steps=(step, step + 1), slots={"sum_y2": lambda row: row["sum_y2"] * size**2})
+        for step in empty or (30, 60)
+    ]
+
+    def updates(step: int, module: str) -> dict[str, Any]:
+        return {"num_grad": 0, "sum_grad2": 0.0} if step in empty else {}
+
+    found = [f for f in triage(build(tmp_path / "run", updates=updates, overrides=larger)) if f.code == "F149"]
+    assert [(f.name, f.severity) for f in found] == ([("gradient-zeroed-at-steps", severity)] if severity else [])
+    if severity:
+        assert ("at step 30, the one of 10 sampled steps" in found[0].message) == (len(empty) == 1)
+
+
+@pytest.mark.parametrize("modules", [(sick.CULPRIT,), ("blocks.0.attn.qkv", sick.CULPRIT)])
+def test_zeros_for_some_weights_at_steps_are_no_clipping(tmp_path: Path, modules: Sequence[str]) -> None:
+    larger = [Override(tensor="grad_weight", steps=(30, 31), slots={"sum_y2": lambda row: row["sum_y2"] * 4})]
+    updates = lambda step, name: {"num_grad": 0, "sum_grad2": 0.0} if step == 30 and name in modules else {}  # noqa: E731
+    found = triage(build(tmp_path / "run", updates=updates, overrides=larger))
+    assert "gradient-zeroed-at-steps" not in {f.name for f in found}
+
+
+@pytest.mark.parametrize(
     ("steps", "first", "size", "is_found"),
     [((40, 41), 2, 1e4, True), ((40, 41), 2, 500, False), ((20, 101), 2, 1e4, False), ((90, 91), 2, 1e4, False),
      ((40, 41), 6, 1e4, False)],
