@@ -26,6 +26,10 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 NOT_WATCHED = "not watched any more"
 #: Its ``code``.
 NOT_WATCHED_CODE = "not-watched"
+#: How one tells that the calls of a compiled module are not recorded.
+NOT_REPEATED = "not recorded inside compiled code"
+#: Its ``code``.
+NOT_REPEATED_CODE = "not-repeated"
 
 
 def plain_name(fqn: str) -> str:

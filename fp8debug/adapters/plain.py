@@ -18,6 +18,7 @@ from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.kernels.torch_state import is_batched
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
+from fp8debug.observer.autograd_nodes import add_prehook
 from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Probe, Product
@@ -81,7 +82,7 @@ class WhatIfProbe(Probe):
         hook = self._try_fprop_alone(x, weight, wants_dgrad, wants_wgrad)
 
         def attach(node: Any) -> None:
-            node.register_prehook(hook)
+            add_prehook(node, hook)
 
         return attach
 
@@ -89,7 +90,7 @@ class WhatIfProbe(Probe):
         hook = self._try_fprop_alone(x, weight, wants_dgrad, wants_wgrad)
         if node is not None:
             # before the node, so that it comes after the hooks of the output: FSDP2 fetches the weight in one of these
-            node.register_prehook(hook)
+            add_prehook(node, hook)
 
     def _try_fprop_alone(
         self, x: Tensor, weight: Tensor, wants_dgrad: bool, wants_wgrad: bool

@@ -19,8 +19,8 @@ from fp8debug.rules.reading.losses import OTHER_LOSS, divergence, first_nonfinit
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
-from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps, unrecorded_fp8
-from fp8debug.rules.reading.unwatched import and_more, in_words, unwatched
+from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps
+from fp8debug.rules.reading.unwatched import in_words, unwatched, why_without_fp8
 from fp8debug.store.read.files import CUT_SHORT
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ def _of_inference(run: Run, findings: Sequence[Finding], harmful: Sequence[Findi
         what = f"inference; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
         return at_first(replace(base, what=what), harmful)
     if not has_fp8(run):
-        what = f"inference; no operand ran in FP8, so no cast was judged; {ran[0]} of {ran[1]} rules ran ({extent})"
+        what = f"inference; {_why_not_judged(run)}; {ran[0]} of {ran[1]} rules ran ({extent})"
         return replace(base, cause="not-judged", what=what)
     return replace(base, cause="healthy", what=f"inference; {ran[0]} of {ran[1]} rules ran; none found a fault ({extent})")
 
@@ -379,11 +379,7 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str, loss: str) -> Cl
     unread = tuple(f"not read: {problem}" for problem in run.problems if not problem.endswith(CUT_SHORT))
     outside = tuple(in_words(unwatched(run)))
     if not has_fp8(run):
-        others = unrecorded_fp8(run)
-        why = "no operand ran in FP8, so no cast was judged"
-        if others:
-            why = f"no cast was judged: FP8 ran in {others[0]}{and_more(others)}, which is not recorded"
-        what = f"{loss}, and {why}; {rules}; none found a fault ({extent})"
+        what = f"{loss}, and {_why_not_judged(run)}; {rules}; none found a fault ({extent})"
         return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *outside, *unread))
     what = f"{loss}; {rules}; none found a fault ({extent})"
     if unread:
@@ -391,6 +387,12 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str, loss: str) -> Cl
     return Classification(
         kind="loss-fine", cause="not-judged" if unread else "healthy", what=what, evidence=(advice, *outside, *unread)
     )
+
+
+def _why_not_judged(run: Run) -> str:
+    """Return why no cast of a run without rows of FP8 operands was judged."""
+    why = why_without_fp8(run)
+    return "no operand ran in FP8, so no cast was judged" if why is None else f"no cast was judged: {why}"
 
 
 def _change(change: Change) -> str:

@@ -31,6 +31,7 @@ from fp8debug.adapters.watching.environment import rank_and_world
 from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import
 from fp8debug.kernels.torch_state import outside_of_graphs, untraced
+from fp8debug.observer.autograd_nodes import leaf_of
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.run.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
 from fp8debug.run.held_weights import HeldWeights
@@ -363,8 +364,7 @@ def trained_by(loss: Tensor) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
+        if (leaf := leaf_of(node)) is not None:
             found.append(leaf)
         todo.extend(following for following, _ in node.next_functions)
     return found

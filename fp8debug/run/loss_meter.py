@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8debug.adapters.watching.handle import Watch
 from fp8debug.adapters.watching.separate_losses import Turns
 from fp8debug.kernels.torch_state import skipped_by_dynamo, untraced
+from fp8debug.observer.autograd_nodes import name_of
 from fp8debug.trainers.base import replace, scale_of, undoing
 
 
@@ -132,7 +133,7 @@ class LossMeter:
 def divisor_of(loss: Tensor) -> int:
     """Return the Python integer that a loss was divided by last, as ``loss / accumulation_steps`` is; 1 for any other."""
     node = loss.grad_fn
-    if node is None or node.name() != "DivBackward0":
+    if node is None or name_of(node) != "DivBackward0":
         return 1
     other = node._saved_other  # type: ignore[attr-defined]  # of DivBackward0; a number is a tensor on the CPU
     if not isinstance(other, Tensor) or other.device.type != "cpu" or other.dim() != 0:

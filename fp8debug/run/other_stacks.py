@@ -38,6 +38,7 @@ from fp8debug.fallback import Fallback
 from fp8debug.fallback.candidates import GEMMS
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.observer.attributes import stored
+from fp8debug.observer.autograd_nodes import add_hook, add_prehook
 from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.types import match_fqn, plain_name
 
@@ -287,8 +288,8 @@ class WithoutFp8(_Replaced):
             for output in result if isinstance(result, tuple) else (result,):
                 if isinstance(output, Tensor) and output.grad_fn is not None:
                     for node in nodes_between(output, *args, limit=_MAX_NODES):
-                        node.register_prehook(partial(_enter, mode))
-                        node.register_hook(partial(_leave, mode))
+                        add_prehook(node, partial(_enter, mode))
+                        add_hook(node, partial(_leave, mode))
         return result
 
 

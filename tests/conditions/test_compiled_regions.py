@@ -22,6 +22,7 @@ from fp8debug.rules.base import Severity
 from fp8debug.rules.engine.triage import triage
 from tests.adapters import blocks
 from tests.adapters.linears import ScaledLinear, same, sites, to_fp8
+from tests.adapters.projections import PRODUCTS, Projection
 from tests.adapters.watching.test_watch import NINE
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
@@ -62,6 +63,8 @@ def net(kind: str, checkpointed: bool) -> Net:
     torch.manual_seed(0)
     if kind == "scaled":
         return Net(ScaledLinear, checkpointed).bfloat16()
+    if kind in PRODUCTS:
+        return Net(partial(Projection, product=kind), checkpointed).bfloat16()
     model = Net(lambda a, b: nn.Linear(a, b, bias=False), checkpointed).bfloat16()
     if kind.startswith("torchao"):
         float8 = pytest.importorskip("torchao.float8")
@@ -148,7 +151,7 @@ def assert_same(watched: tuple[Any, ...], alone: tuple[Any, ...]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(watched[1], alone[1], strict=True))
 
 
-KINDS = ["torchao tensorwise", "torchao rowwise", "scaled", "plain", "native"]
+KINDS = ["torchao tensorwise", "torchao rowwise", "scaled", "plain", "native", "function", "op"]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +167,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.parametrize("kind", shortened(KINDS, {"torchao rowwise", "scaled", "native"}))
+@pytest.mark.parametrize("kind", shortened(KINDS, {"torchao rowwise", "scaled", "native", "op"}))
 def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path, eager: Callable[..., Path]) -> None:
     alone = train(kind)
     for when in ("before", "after"):

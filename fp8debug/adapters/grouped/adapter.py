@@ -25,6 +25,7 @@ from fp8debug.adapters.interception.regions import as_it_is
 from fp8debug.adapters.interception.sublinears import SubLinear, seen_recipe, stacks_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.torch_state import untraced
+from fp8debug.observer.autograd_nodes import add_hook, add_prehook, leaf_of, sequence_number_of
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Recipe
 
@@ -89,7 +90,7 @@ class GroupedCallObserver:
             return
         nodes = [] if output is None or not output.requires_grad else nodes_between(output, *args)
         found = [(node, name) for node in nodes if (name := self._weight_of(node)) is not None]
-        found.sort(key=lambda pair: int(pair[0]._sequence_nr()))
+        found.sort(key=lambda pair: sequence_number_of(pair[0]))
         if len(found) != len(gemms):
             self._say(
                 f"{len(gemms)} grouped GEMMs in FP8 ran in it and {len(found)} of its autograd functions save what they read"
@@ -114,7 +115,7 @@ class GroupedCallObserver:
             following, depth = todo.pop()
             if following is None or depth > _MAX_STEPS or _multiplies(following):
                 continue
-            if (name := names.get(id(getattr(following, "variable", None)))) is not None:
+            if (name := names.get(id(leaf_of(following)))) is not None:
                 return name
             todo.extend((deeper, depth + 1) for deeper, _ in following.next_functions)
         return None
@@ -162,8 +163,8 @@ class GroupedCallObserver:
             probe.take_backward(line, call.gemms)
             call.gemms = []
 
-        node.register_prehook(before)
-        node.register_hook(after)
+        add_prehook(node, before)
+        add_hook(node, after)
 
 
 def _multiplies(node: Any) -> bool:

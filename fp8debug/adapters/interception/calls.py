@@ -68,6 +68,13 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
 
 
+@skipped_by_dynamo
+def runs_eagerly() -> bool:
+    """Return whether what ``torch.compile`` wraps runs as it is (``torch.compiler.set_stance("force_eager")``)."""
+    stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    return getattr(stance, "stance", None) == "force_eager"
+
+
 #: Returns what calls a compiled module in place of the function that it is given; None for that function itself.
 RegionObserver = Callable[[nn.Module, Callable[..., Any]], "Callable[..., Any] | None"]
 _REGION_OBSERVERS: list[RegionObserver] = []
@@ -93,7 +100,7 @@ class _Redirection:
         if sys._getframe(1).f_code is not _ASKS or is_traced():
             return call
         is_region = bool(_REGION_OBSERVERS) and (call is not None or is_compiled(module))
-        if call is None and (entry := _ENTRIES.get(id(module))) is not None:
+        if (call is None or runs_eagerly()) and (entry := _ENTRIES.get(id(module))) is not None:
             call = partial(_observed_call, entry)
         if is_region:
             run = module._call_impl if call is None else call

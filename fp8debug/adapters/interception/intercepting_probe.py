@@ -21,6 +21,7 @@ from fp8debug.kernels.dispatch import Operand, dequantize
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
+from fp8debug.observer.autograd_nodes import add_hook, add_prehook, leaf_of
 from fp8debug.observer.isolation import isolated, isolated_without_ops
 from fp8debug.observer.master_weights import WeightShard, master_weight, shard_of
 from fp8debug.observer.observer import Extremes, Observer, extremes_of
@@ -191,9 +192,9 @@ class InterceptingProbe(Probe):
 
         delivered = [(node, places) for node in nodes_between(output, x, weight) if (places := _delivers(node, x, weight))]
         if delivered and output.grad_fn is not None:
-            output.grad_fn.register_prehook(partial(take, output.output_nr))
+            add_prehook(output.grad_fn, partial(take, output.output_nr))
             for node, places in delivered:
-                node.register_hook(partial(see, places))
+                add_hook(node, partial(see, places))
 
     @isolated
     def _extremes(self, x: Tensor) -> Extremes | None:
@@ -317,8 +318,8 @@ class InterceptingProbe(Probe):
 
         output.register_hook(take)
         for node in nodes:
-            node.register_prehook(before)
-            node.register_hook(after)
+            add_prehook(node, before)
+            add_hook(node, after)
 
     @isolated
     def _take(self, call: ForwardCall, gemm: SeenGemm) -> None:
@@ -525,7 +526,7 @@ def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
     """Return by place which results of an autograd node leave a module: grad_input or grad_weight, named by their GEMM."""
     found: dict[int, Gemm] = {}
     for place, (following, number) in enumerate(node.next_functions):
-        variable = getattr(following, "variable", None)
+        variable = leaf_of(following)
         if variable is not None and variable is weight:
             found[place] = Gemm.WGRAD
         elif (following is not None and following is x.grad_fn and number == x.output_nr) or variable is x:

@@ -41,6 +41,7 @@ from fp8debug.kernels.torch_state import (
     ordinary_torch,
     set_modes,
 )
+from fp8debug.observer.autograd_nodes import name_of
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
@@ -493,6 +494,14 @@ class OtherGemms(Follower, Protocol):
         """True if the forward passes of sampled steps are to be followed."""
         ...
 
+    def num_matrices(self, modules: Iterable[nn.Module]) -> int:
+        """Return how many matrices modules hold that are no watched module's, embeddings apart."""
+        ...
+
+    def has_recorded(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether something was recorded of such a matrix."""
+        ...
+
     def begin(self) -> None:
         """Begin a forward pass."""
         ...
@@ -599,7 +608,7 @@ def nodes_between(output: Tensor, *inputs: Any, limit: int = MAX_NODES) -> list[
     todo = [output.grad_fn]
     while todo and len(found) < limit:
         node = todo.pop()
-        if node is None or node.name().endswith("AccumulateGrad") or any(node is other for other in (*stop, *found)):
+        if node is None or name_of(node).endswith("AccumulateGrad") or any(node is other for other in (*stop, *found)):
             continue
         found.append(node)
         todo.extend(following for following, _ in node.next_functions)

@@ -12,7 +12,7 @@ Only sampled steps are followed, and no module is observed for it: parameters th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeGuard
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import num_dims
+from fp8debug.adapters.interception.calls import runs_eagerly
 from fp8debug.adapters.interception.gemm_flops import GemmCounter, is_of_fp8_linear
 from fp8debug.adapters.interception.intercepting_probe import ForwardCall, InterceptingProbe, fitting, weak_view
 from fp8debug.adapters.interception.listener import SeenGemm, listener_of
@@ -34,6 +35,7 @@ from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.kernels.torch_state import untraced
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer.autograd_nodes import add_hook, add_prehook, leaf_of
 from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.sharding import layout_by_marks
@@ -188,8 +190,8 @@ class MatrixProbe(InterceptingProbe):
             call.nodes_left -= 1
             self._sort(call)
 
-        node.register_prehook(before)
-        node.register_hook(after)
+        add_prehook(node, before)
+        add_hook(node, after)
 
     def _take_backward(self, call: ForwardCall, origins: Origins, gemm: SeenGemm) -> None:
         """Record a GEMM of the node by the operand that was cast from grad_output.
@@ -307,6 +309,16 @@ class OutsideGemms:
     def is_wanted(self) -> bool:
         """True if forward passes of sampled steps are to be followed."""
         return self._intercepts or self._has_found or not self._has_looked
+
+    def num_matrices(self, modules: Iterable[nn.Module]) -> int:
+        """Return how many matrices modules hold that are no watched module's, embeddings apart."""
+        owners = {id(module) for module in modules if not isinstance(module, nn.Embedding)}
+        return sum(c.reason is None and _owner(c) in owners for c in self._matrices)
+
+    def has_recorded(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether something was recorded of such a matrix."""
+        owners = {id(module) for module in modules if not isinstance(module, nn.Embedding)}
+        return any(_is_live(c) and _owner(c) in owners for c in (*self._matrices, *self._pieces.values()))
 
     def begin(self) -> None:
         """Begin a forward pass."""
@@ -479,7 +491,7 @@ class OutsideGemms:
         node = joined_at(x)
         if node is None:
             return None
-        leaves = [getattr(following, "variable", None) for following, _ in node.next_functions]
+        leaves = [leaf_of(following) for following, _ in node.next_functions]
         parts = [c for leaf in leaves if leaf is not None and (c := self._matrix(leaf)) is not None]
         matrices = [c.module for c in parts if isinstance(c.module, Matrix)]
         if len(matrices) < len(leaves) or not matrices or len({id(matrix.owner) for matrix in matrices}) > 1:
@@ -503,13 +515,22 @@ class OutsideGemms:
         """Return the candidates that coverage is to list from now on."""
         found = []
         for c in (*self._matrices, *self._pieces.values()):
-            is_live = c.module in _LIVE or c.module in WHAT_IF_MODULES
-            if c.fqn not in self._listed and (is_live or c.fqn in self._excluded):
+            if c.fqn not in self._listed and (_is_live(c) or c.fqn in self._excluded):
                 c.is_known_to_run = True
                 c.ran_fp8 = c.fqn in self._excluded
                 self._listed.add(c.fqn)
                 found.append(c)
         return found
+
+
+def _is_live(candidate: Candidate) -> bool:
+    """Return whether something was recorded of a matrix."""
+    return candidate.module in _LIVE or candidate.module in WHAT_IF_MODULES
+
+
+def _owner(candidate: Candidate) -> int:
+    """Return the id of the module that holds a matrix."""
+    return id(candidate.module.owner if isinstance(candidate.module, Matrix) else candidate.module)
 
 
 def _held(module: nn.Module) -> Tensor | None:
@@ -538,7 +559,7 @@ def _start(x: Tensor, whole: Tensor) -> int | None:
 
 def _obstacle() -> str | None:
     """Return why the GEMM that runs now is not recorded whatever it multiplies by; None where nothing is in the way."""
-    dynamo = getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
+    dynamo = None if runs_eagerly() else getattr(sys.modules.get("torch._dynamo.eval_frame"), "__file__", None)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _FORWARD:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.kernels.reference import FORMAT_OF
+from fp8debug.observer.autograd_nodes import leaf_of, name_of
 
 _sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
 #: Nodes of a graph between a weight as it is read and its parameter.
@@ -222,22 +223,22 @@ def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
 def parameter_behind(x: Tensor) -> Origin:
     """Return the leaf of the graph that a weight is a copy, a view or the transpose of; itself where it is none of these."""
     node, is_turned = _source(x)
-    return Origin(x) if (variable := getattr(node, "variable", None)) is None else Origin(variable, is_turned)
+    return Origin(x) if (variable := leaf_of(node)) is None else Origin(variable, is_turned)
 
 
 def joined_at(x: Tensor) -> Any:
     """Return the node of the ``torch.cat`` behind a weight, which is a copy, a view or the transpose of it; None without one."""
     node, _ = _source(x)
-    return node if node is not None and node.name() == "CatBackward0" else None
+    return node if node is not None and name_of(node) == "CatBackward0" else None
 
 
 def _source(x: Tensor) -> tuple[Any, bool]:
     """Return the first node before a tensor that is no copy, view or transpose, and whether the tensor is its transpose."""
     node, is_turned = x.grad_fn, False
     for _ in range(_MAX_STEPS):
-        if node is None or (node.name() not in _KEPT_BY and node.name() not in _TURNED_BY):
+        if node is None or (name_of(node) not in _KEPT_BY and name_of(node) not in _TURNED_BY):
             break
-        is_turned ^= node.name() in _TURNED_BY
+        is_turned ^= name_of(node) in _TURNED_BY
         following = [after for after, _ in node.next_functions if after is not None]
         node = following[0] if len(following) == 1 else None
     return node, is_turned

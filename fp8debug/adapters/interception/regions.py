@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8debug.adapters.interception.calls import call_eagerly, observe_regions
 from fp8debug.adapters.interception.gemm_flops import GemmCounter
-from fp8debug.adapters.interception.listener import listener_of
+from fp8debug.adapters.interception.listener import OtherGemms, listener_of
 from fp8debug.adapters.interception.program_state import ProgramState, TooManyObjectsError
 from fp8debug.adapters.interception.region_threads import RegionThreads
 from fp8debug.adapters.interception.repetition_graphs import Repetition, RepetitionGraphs, places_of
@@ -47,8 +47,10 @@ from fp8debug.kernels.torch_state import (
     untraced,
 )
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer.autograd_nodes import add_prehook
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.rechecks import accumulator_of, runs_now
+from fp8debug.types import NOT_REPEATED, NOT_REPEATED_CODE
 
 #: Part of a device's free memory that a repetition may keep for its backward pass.
 MEMORY_SHARE = 0.5
@@ -142,12 +144,17 @@ class _Autocast(NamedTuple):
 
 
 class _Region(NamedTuple):
-    """A compiled module, and what of it does not change between its calls."""
+    """A compiled module, and what of it does not change between its calls.
+
+    Attributes:
+        num_matrices: matrices of its modules that are no watched module's, which a GEMM in it may read.
+    """
 
     module: nn.Module
     name: str
     modules: list[nn.Module]
     watched: set[str]
+    num_matrices: int
     devices: list[torch.device]
     fsdp: Any  #: FSDP2's state where ``fully_shard`` was called on the module itself, else None
 
@@ -166,6 +173,7 @@ class _CallState(NamedTuple):
         versions: tensors that the call may not write to if it is to be repeated: what each is, it, and its version.
         values: the numbers, texts and the like that its code can read.
         random: states of the random generators.
+        is_followed: whether the GEMMs outside the watched modules are recorded too.
     """
 
     region: _Region
@@ -173,6 +181,7 @@ class _CallState(NamedTuple):
     versions: list[tuple[str, Tensor, int]]
     values: list[Hashable]
     random: _Random | None
+    is_followed: bool
 
 
 class Regions:
@@ -182,6 +191,7 @@ class Regions:
         roots: the models.
         watched: FQN of every watched module, by its id.
         observer: of the watch.
+        others: takes the GEMMs outside the watched modules.
         turns: sampled steps in which each region is repeated once, the first sampled step of a region apart; None for as many as
             there are regions, and at least ``FEWEST_TURNS``.
         only_whole: repeat a region only where torch.compile made one graph of its forward, which then does nothing but compute.
@@ -196,16 +206,18 @@ class Regions:
         roots: Sequence[nn.Module],
         watched: Mapping[int, set[str]],
         observer: Observer,
+        others: OtherGemms,
         turns: int | None = 1,
         *,
         only_whole: bool = False,
     ) -> None:
-        self._roots, self._watched, self._observer = list(roots), watched, observer
+        self._roots, self._watched, self._observer, self._others = list(roots), watched, observer, others
         self._wanted_turns, self._only_whole = turns, only_whole
         self.turns = 1
         self.reasons: dict[int, str] = {}
         self._num_sampled = 0  # steps before this one in which a region's call was sampled
         self._first_sampled: dict[int, int] = {}  # by a region's id, in the order of their turns: step
+        self._looked_at: dict[int, int] = {}  # by its id: the step in which GEMMs outside the watched modules were looked for
         self._is_whole: dict[int, bool] = {}  # by its id: whether its call is one graph
         self._listener = listener_of(observer)
         self._graphs = RepetitionGraphs(observer)
@@ -288,7 +300,7 @@ class Regions:
         finally:
             recorded, begun.modules = begun.modules, outer
             self._show_listener(modes)
-        if not before.region.watched <= recorded:
+        if before.is_followed or not before.region.watched <= recorded:
             self._repeat(before, recorded, args, kwargs, output, (counted, self._counted()))
         return output
 
@@ -334,14 +346,16 @@ class Regions:
             return None  # the recomputation of a checkpointed call that was repeated
         try:
             region = self._region(module)
-            if not region.watched:
+            is_followed = self._is_followed(region)
+            if not region.watched and not is_followed:
+                self._first_sampled.pop(id(module), None)  # it has no turn
                 return None
             unowned = dict(self._listener.unowned_gemms)
             if not self._has_turn(region):
-                return _CallState(region, unowned, [], [], None)
+                return _CallState(region, unowned, [], [], None, is_followed)
             state = ProgramState(region.modules)
             versions = _versions(region, state.tensors, args, kwargs)
-            return _CallState(region, unowned, versions, state.values, _Random.now(region.devices))
+            return _CallState(region, unowned, versions, state.values, _Random.now(region.devices), is_followed)
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -355,9 +369,23 @@ class Regions:
             watched = {name for m in modules for name in self._watched.get(id(m), ())}
             devices = sorted({t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}, key=str)
             found = self._regions[id(module)] = _Region(
-                module, self._names[id(module)], modules, watched, devices, _fsdp_state_of(module)
+                module,
+                self._names[id(module)],
+                modules,
+                watched,
+                self._others.num_matrices(modules),
+                devices,
+                _fsdp_state_of(module),
             )
         return found
+
+    def _is_followed(self, region: _Region) -> bool:
+        """Return whether GEMMs outside the watched modules are looked for: in its first sampled step, or if it has some."""
+        if not region.num_matrices:
+            return False
+        step = self._observer.step_count
+        looked_at = self._looked_at.setdefault(id(region.module), step)
+        return looked_at == step or self._others.has_recorded(region.modules)
 
     def _has_turn(self, region: _Region) -> bool:
         """Return whether a region is repeated in this sampled step: in its first one, and then in turn."""
@@ -393,7 +421,7 @@ class Regions:
         """
         region, observer = before.region, self._observer
         if id(region.module) not in self._first:  # repetitions come in the order of the backward passes
-            self._first[id(region.module)] = observer.reserve_calls(len(region.watched))
+            self._first[id(region.module)] = observer.reserve_calls(len(region.watched) + region.num_matrices)
         if before.random is None:
             self._set_unowned(before.unowned_gemms)
             return
@@ -418,7 +446,7 @@ class Regions:
             def repeat(args: tuple[Any, ...], kwargs: dict[str, Any], grads: Sequence[Tensor | None]) -> None:
                 with self._isolated(region):
                     allocated = _allocated(region)
-                    with self._recounted(*counted):
+                    with self._recounted(*counted), self._following() if before.is_followed else nullcontext():
                         outputs = run.forward(args, kwargs)
                     self._graphs.note_memory(id(region.module), _allocated(region) - allocated)
                     if len(outputs) != len(trained):
@@ -487,6 +515,7 @@ class Regions:
         is_known = (
             region.gpu is not None
             and region.fsdp is None
+            and not before.is_followed
             and self._is_whole[id(region.module)]  # Python code between graphs may wait for the device
             and not run.recorded
             and all(type(x) in _PLAIN and x.layout is torch.strided for x in (*tensors, *buffers, *weights))
@@ -524,6 +553,21 @@ class Regions:
             self._listener.counter, self._counter = self._counter, None
 
     @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Have the GEMMs outside the watched modules recorded."""
+        others, listener = self._others, self._listener
+        is_entered = listener.enter()
+        try:
+            others.begin()
+            listener.begin(self, None, others.take, others.fail, others)
+            yield
+        finally:
+            if listener.end(self) is not None:
+                others.end()
+            if is_entered:
+                listener.leave()
+
+    @contextmanager
     def _recounted(self, before: Mapping[Any, int], after: Mapping[Any, int]) -> Iterator[None]:
         """Count the FLOPs of a repetition's forward pass in place of those of the trained one, where those were counted."""
         counter, listener = self._counter, self._listener
@@ -547,10 +591,8 @@ class Regions:
             else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         )
         name = self._names[id(module)] or type(module).__name__
-        text = (
-            f"not recorded inside compiled code: {reason}; watch(..., compiled='eager') runs sampled steps without torch.compile"
-        )
-        self._observer.report(name, text[:300], not self._refused)
+        text = f"{NOT_REPEATED}: {reason}; watch(..., compiled='eager') runs sampled steps without torch.compile"
+        self._observer.report(name, text[:300], not self._refused, NOT_REPEATED_CODE)
         self._refused.add(id(module))
         self.reasons |= dict.fromkeys(map(id, module.modules()), text[:300])
 
@@ -696,7 +738,7 @@ def _when_known(tensors: Sequence[Tensor], take: Callable[[Sequence[Tensor | Non
             del known[torch._C._current_graph_task_id()]
             take([found[id(edge.node)][edge.output_nr] if id(edge.node) in found else None for edge in edges])
 
-    return [node.register_prehook(partial(see, key)) for key, node in nodes.items()]
+    return [add_prehook(node, partial(see, key)) for key, node in nodes.items()]
 
 
 def _is_plain(x: Any) -> bool:

@@ -32,6 +32,7 @@ from fp8debug.adapters.transformer_engine.probe import SavedLinear, TeProbe, rec
 from fp8debug.adapters.transformer_engine.scale_state import ScaleCheck
 from fp8debug.errors import AttachError
 from fp8debug.observer.attributes import stored
+from fp8debug.observer.autograd_nodes import add_hook, add_prehook, name_of
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Recipe
@@ -236,16 +237,16 @@ class TeCallObserver:
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
         node = output.grad_fn  # which it nearly always is
-        is_own = node is not None and node.name().startswith(_NODES)
+        is_own = node is not None and name_of(node).startswith(_NODES)
         if not is_own or any(isinstance(x, Tensor) and x.grad_fn is node for x in args):
             weights = [p for p in self.module.parameters(recurse=False)]
-            node = next((n for n in nodes_between(output, *args, *weights) if n.name().startswith(_NODES)), None)
+            node = next((n for n in nodes_between(output, *args, *weights) if name_of(n).startswith(_NODES)), None)
         if node is None:
             for number in call.lines:
                 call.probes[number].report_once("not recorded in full: its backward pass is not the library's own (compiled?)")
             return
-        node.register_prehook(call.begin_backward)
-        node.register_hook(call.end_backward)
+        add_prehook(node, call.begin_backward)
+        add_hook(node, call.end_backward)
 
 
 _CALL_OBSERVERS: WeakKeyDictionary[nn.Module, TeCallObserver] = WeakKeyDictionary()

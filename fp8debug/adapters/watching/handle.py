@@ -166,7 +166,7 @@ class Watch:
                 names.setdefault(id(getattr(c.module, "owner", c.module)), set()).add(c.fqn)
             is_auto = self._compiled == "auto"
             turns = turns or (None if is_auto else 1)
-            self._regions = Regions(roots, names, self._observer, turns, only_whole=is_auto)
+            self._regions = Regions(roots, names, self._observer, self._outside, turns, only_whole=is_auto)
             self._undo.append(self._regions.remove)
         if self._compiled == "eager":
             self._before_next, undo = run_samples_eagerly(self._observer)
@@ -695,7 +695,7 @@ class Watch:
         if counted is not None:
             self._writer.update_manifest({"gemms": counted, "gemms_note": self._counter.note}, add=True)
             self._uses = {entry["weight"].rpartition(".")[0]: entry for entry in reversed(counted) if entry["weight"]}
-            changed = self._add_modules_in_fp8(counted)
+            changed |= self._add_modules_in_fp8(counted)
         for c in self._candidates:
             if c.recomputed != (how := self._observer.modules_recomputed.get(c.fqn)):
                 c.recomputed, changed = how, True

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.watching.weight_updates import is_in_backward, spread
+from fp8debug.observer.autograd_nodes import leaf_of, name_of
 
 #: Times that the turn must change from one optimizer to the other: A, B, A.
 NUM_CHANGES = 2
@@ -136,7 +137,7 @@ def _terms(node: Any) -> list[Any]:
     found, left = [], [node]
     while left:
         node = left.pop()
-        name, following = node.name(), _next(node)
+        name, following = name_of(node), _next(node)
         if name in _SUMS or (name in _FACTORS and len(following) == 1):
             left += following
         else:
@@ -149,9 +150,9 @@ def _reached(node: Any, params: Set[int], sizes: dict[int, int]) -> set[int]:
     found, seen, left = set[int](), {node}, [node]
     while left:
         node = left.pop()
-        if id(getattr(node, "variable", None)) in params:
-            found.add(id(node.variable))
-            sizes[id(node.variable)] = node.variable.numel()
+        if (leaf := leaf_of(node)) is not None and id(leaf) in params:
+            found.add(id(leaf))
+            sizes[id(leaf)] = leaf.numel()
         following = [one for one in _next(node) if one not in seen]
         seen.update(following)
         left += following

@@ -22,8 +22,8 @@ from fp8debug.rules.reading.lost import losses_of
 from fp8debug.rules.reading.nonfinite import SICK
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
 from fp8debug.rules.reading.prefilter import is_kept_whole, screen
-from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps, unrecorded_fp8
-from fp8debug.rules.reading.unwatched import unwatched
+from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps
+from fp8debug.rules.reading.unwatched import unwatched, why_without_fp8
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
@@ -130,9 +130,8 @@ def _missing(rule: Rule, run: Run) -> str | None:
         return "the run is of inference: it has no gradients, optimizer steps or loss"
     if rule.needs_fp8 and not has_fp8(run):
         rows = f"the run has {'what-if rows only' if run.num_rows else 'no statistics'}"
-        if unread := unrecorded_fp8(run):
-            return f"no FP8 operand was recorded: {rows}, and FP8 ran in {unread[0]}, which is not recorded"
-        return f"no operand ran in FP8: {rows}"
+        why = why_without_fp8(run)
+        return f"no operand ran in FP8: {rows}" if why is None else f"no FP8 operand was recorded: {rows}, and {why}"
     columns = [column for column in rule.columns if not run.has(column)]
     return f"not recorded: {', '.join(columns)}" if columns else rule.needs(run)
 

@@ -78,11 +78,6 @@ def is_inference(run: Run) -> bool:
     return run.manifest.get("inference") is True
 
 
-def unrecorded_fp8(run: Run) -> list[str]:
-    """Return the modules that ran in FP8 by the manifest, and of which nothing is recorded."""
-    return [module["fqn"] for module in run.modules if module.get("fp8") and not module.get("observed")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """The bad rows of one site under one cast, in step order.

@@ -13,6 +13,7 @@ from fp8debug.rules.reading.census import has_census
 from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import percent
 from fp8debug.store.flop_shares import gemm_shares
+from fp8debug.types import NOT_REPEATED, NOT_REPEATED_CODE
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -63,6 +64,20 @@ def and_more(names: Sequence[object] | int) -> str:
     """Return how many there are after the first of some names, or of a number of names; empty where there are none."""
     count = (names if isinstance(names, int) else len(names)) - 1
     return f" and {count} more" if count > 0 else ""
+
+
+def why_without_fp8(run: Run) -> str | None:
+    """Return why a run without rows of FP8 operands may have had some that were not recorded; None where it had none."""
+    if unrecorded := [module["fqn"] for module in run.modules if module.get("fp8") and not module.get("observed")]:
+        return f"FP8 ran in {unrecorded[0]}{and_more(unrecorded)}, which is not recorded"
+    query = (
+        "SELECT DISTINCT module FROM events WHERE kind = 'skipped' AND (code = ? OR code IS NULL AND message LIKE ?)"
+        " ORDER BY module"
+    )
+    hidden = [row["module"] for row in run.sql(query, [NOT_REPEATED_CODE, f"% is {NOT_REPEATED}: %"]).to_pylist()]
+    if hidden:
+        return f"{hidden[0]}{and_more(hidden)} ran in compiled code, which is not recorded"
+    return None if run.num_rows else "nothing was recorded"
 
 
 def _parameters(run: Run) -> Iterable[Unwatched]:
