@@ -277,8 +277,8 @@ EVENTS: tuple[Column, ...] = (
         "string",
         "",
         "",
-        "For programs: not-watched, not-repeated, recording-stopped, program-ended, other-loss, not-observed:GEMMS (which the"
-        " module needs), not-observed-in-fp8:GEMMS; null for anything else, and before schema 5.",
+        "For programs: not-watched, not-repeated, recording-stopped, program-ended, other-loss, not-observed:GEMMS (that the"
+        " module needs), not-observed-in-fp8:GEMMS; else null, and before schema 5.",
     ),
 )
 
