@@ -14,6 +14,12 @@ from fp8debug.rules.reading.traces import percent
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
+#: The cure where all logits differ by one factor.
+_TEMPERATURE = (
+    "divide the logits by the temperature in both paths, or in none, before they are compared and in the loss (an engine may"
+    " return log-probabilities of logits that it has divided, as vLLM's processed_logprobs)"
+)
+
 
 @dataclass(frozen=True)
 class InferenceDiffers(Rule, PartingLimits):
@@ -28,17 +34,20 @@ class InferenceDiffers(Rule, PartingLimits):
         whose own difference, given the input that it got, is at least own_share of the largest; and why: its weight, a
         scale, the error of a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules
         differ alike none is named; where none does, the first whose input differs is, as what differs lies before it
-        (attention, a cache's scales, a norm). Where the weights of most modules differ and move towards training's from
-        one comparison to the next, it is information: inference has a moving average of them, or an earlier step's, as it
-        may be meant; where they stand, the message says so. Where the logits differ by no more than noise, or do not
-        last: other-precision, information: a module runs in FP8 in one path and in high precision in the other, while
-        both run other modules in FP8 (a list of exceptions that matches other names than were meant).
-        rounded-before-cast, information: both cast the weights to FP8, inference after an export in BF16, which changes
-        codes near the ties; the difference grows as updates become smaller than BF16's spacing. other-weight, a warning:
-        a weight is not training's, beyond what a cast to FP8 or BF16 makes of it, while those of most modules are (one
-        that is not synchronized; where all differ, inference may have an earlier step's or their average on purpose).
-        other-input, a warning: all modules compute the same in both, the first ones from the same inputs, and then one
-        gets an input that is further away than a cast to FP8 makes it: what lies before it differs.
+        (attention, a cache's scales, a norm). Where no input differs either, no class changes and the difference is the same at
+        all comparisons, the logits differ by one factor (a temperature). Where the weights of most modules differ and move
+        towards training's from one comparison to the next, it is information: inference has a moving average of them, or an
+        earlier step's, as it may be meant; where they stand, the message says so. Where the logits differ by no more than noise,
+        or do not last: other-precision, information: a module runs in FP8 in one path and in high precision in the other, while
+        both run other modules in FP8 (a list of exceptions that matches other names than were meant). rounded-before-cast,
+        information: both cast the weights to FP8, inference after an export in BF16, which changes codes near the ties; the
+        difference grows as updates become smaller than BF16's spacing. other-cast, information: a module in FP8 in both has the
+        same input and weight in both, and another result (another granularity or format, scales rounded to powers of two in one
+        path alone). other-weight, a warning: a weight is not training's, beyond what a cast to FP8 or BF16 makes of it, while
+        those of most modules are (one that is not synchronized; where all differ, inference may have an earlier step's or their
+        average on purpose). other-input, a warning: all modules compute the same in both, the first ones from the same inputs,
+        and then one gets an input that is further away than a cast to FP8 makes it: what lies before it differs. Both passes run
+        in evaluation mode: dropout that is active where a trainer computes its log-probabilities is not seen.
 
     Why it matters
         Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
@@ -84,6 +93,11 @@ class InferenceDiffers(Rule, PartingLimits):
           up to which two weights are the same. numerics.md, 4. Seen in xtuner #2044.
         - min_bf16_error 1.4e-6, max_bf16_error 5.5e-6: of rounded-before-cast, the difference of all weights that both cast, 3 dB
           on either side of BF16's rounding, 55.6 dB; numerics.md, 4.
+        - min_other_cast 0.01: of other-cast, relative difference of a module's errors in both paths; the input behind it differs
+          by min_low_error to max_fp8_error. A result in FP32 in one and in BF16 in the other makes 0.003 (2.7e-6 of 0.001, closed
+          form), another order of the sums less. Seen in prime-rl #3112.
+        - max_factor_change 0.001: relative difference of nmse over two comparisons or more, up to which one factor of all logits
+          makes it. Closed form: 0. Seen in ms-swift #8427.
         - Seen in verl #7519; numerics.md, 5 (trained in FP8, served in BF16).
     """
 
@@ -98,6 +112,7 @@ class InferenceDiffers(Rule, PartingLimits):
     jump_nmse: float = 0.01
     jump_kl: float = 0.002
     min_share: float = 0.5
+    max_factor_change: float = 1e-3
 
     def needs(self, run: Run) -> str | None:
         """Ask for a comparison."""
@@ -126,6 +141,8 @@ class InferenceDiffers(Rule, PartingLimits):
         part = parting(run, {row["step"] for row in bad}, self)
         if part is None:
             yield finding
+        elif part.is_behind and (factors := self._factors(bad)):
+            yield replace(finding, message=f"{message}; {_told_of_factors(factors, len(bad))}", cure=_TEMPERATURE)
         elif part.module is None:
             finding = replace(finding, severity=Severity.INFO) if part.follows else finding
             yield replace(finding, message=f"{message}; {part.why}", cure=part.cure or self.cure)
@@ -149,6 +166,17 @@ class InferenceDiffers(Rule, PartingLimits):
     def _exceeds(row: dict[str, Any], nmse: float, kl: float) -> bool:
         return bool(row["inference_nmse"] > nmse and row["inference_kl"] > kl)
 
+    def _factors(self, rows: Sequence[dict[str, Any]]) -> list[float]:
+        """Return the factors of which one may make inference's logits of training's; none where they differ otherwise.
+
+        One factor k on all logits leaves (k - 1)^2 of their variance, whatever they are, and no other class.
+        """
+        sizes = [float(row["inference_nmse"]) for row in rows]
+        is_one = len(rows) > 1 and max(sizes) - min(sizes) <= self.max_factor_change * max(sizes)
+        if not is_one or any(row["inference_flip_rate"] for row in rows):
+            return []
+        return [factor for factor in (1 + math.sqrt(sizes[0]), 1 - math.sqrt(sizes[0])) if factor > 0]
+
     def _after_jump(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the comparisons far beyond all those before the first such one."""
         largest = math.inf
@@ -165,6 +193,15 @@ class InferenceDiffers(Rule, PartingLimits):
             RULES.get(f.code).is_harmful and f.module and f.severity > Severity.INFO and f.steps[0] <= finding.steps[1]
             for f in others
         )
+
+
+def _told_of_factors(factors: Sequence[float], num: int) -> str:
+    """Return in words that inference's logits are training's times a factor."""
+    sizes = " or ".join(f"{factor:.3g}" for factor in factors)
+    return (
+        f"all modules compute the same in both, the difference is the same at {num} comparisons and no class changes: inference's"
+        f" logits are {sizes} times training's, as of a temperature that one path divides by and the other does not"
+    )
 
 
 RULES.add(InferenceDiffers.code, InferenceDiffers())

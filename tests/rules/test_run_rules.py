@@ -305,11 +305,58 @@ def test_an_input_that_differs_while_the_logits_hardly_do(
     }
     text = json.dumps({"measures": [*measures, "input", "rows"], "modules": rows})
     events = [(step, "inference", None, text) for step in (40, 60, 80)]
-    found = triage(build(tmp_path / "run", steps=sick.compared(nmse, 1e-3), events=events))
+    found = [f for f in triage(build(tmp_path / "run", steps=sick.compared(nmse, 1e-3), events=events)) if f.name != "other-cast"]
     assert [(f.code, f.name, f.severity) for f in found] == ([("F122", "other-input", "warning")] if is_found else [])
     for finding in found:
         place = "gate and router" if inputs[1] > 1e-5 else "router and expert"
         assert finding.tensor == "input" and f"what differs lies between {place}" in finding.message
+
+
+@pytest.mark.parametrize(("change", "is_found"), [
+    ({}, True),
+    ({"inference": 1.005e-3}, False),  # another order of the sums
+    ({"weight": 3e-6 + 1e-5}, False),  # another weight
+    ({"input": 1e-4}, False),  # another input
+    ({"next": 2e-5}, False),  # a kernel that rounds its result otherwise
+    ({"next": 6e-3}, False),  # what lies between the Linears differs as well
+    ({"inference": 0.0}, False),  # inference is in high precision
+])  # fmt: skip
+def test_casts_that_differ_between_training_and_inference(tmp_path: Path, change: dict[str, float], is_found: bool) -> None:
+    m = {"weight": 0.0, "input": 0.0, "inference": 1.2e-3, "next": 1.4e-3, **change}
+    measures = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")]
+    rows = {
+        "gate": [m["weight"], 1.0, 0.0, 0.0, 1e-3, 1.0, m["inference"], 1.0, m["input"], 1.0],
+        "down": [0.0, 1.0, 0.0, 0.0, 1e-3, 1.0, m["inference"], 1.0, m["next"], 1.0],
+    }
+    text = json.dumps({"measures": [*measures, "input", "rows"], "modules": rows})
+    events = [(step, "inference", None, text) for step in (40, 60, 80)]
+    found = [f for f in triage(build(tmp_path / "run", steps=sick.compared(1e-4, 1e-5), events=events)) if f.name == "other-cast"]
+    assert [(f.code, f.module, f.severity) for f in found] == ([("F122", "gate", "info")] if is_found else [])
+    if is_found:
+        assert "an error of 0.001 of the output's square in training and of 0.0012 in inference" in found[0].message
+
+
+@pytest.mark.parametrize(("sizes", "flips", "size", "is_found"), [
+    ((0.4444, 0.4444, 0.4444), 0.0, 0.0, True),
+    ((0.4444, 0.45, 0.4444), 0.0, 0.0, False),
+    ((0.4444, 0.4444, 0.4444), 0.01, 0.0, False),
+    ((0.4444, 0.4444, 0.4444), 0.0, 0.3, False),  # an input differs: a norm, attention
+])  # fmt: skip
+def test_logits_that_differ_by_one_factor(
+    tmp_path: Path, sizes: Sequence[float], flips: float, size: float, is_found: bool
+) -> None:
+    measures = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")]
+    rows = {name: [0.0, 1.0, None, None, 2e-6, 1.0, 2e-6, 1.0, size, 1.0] for name in ("mix", "head")}
+    text = json.dumps({"measures": [*measures, "input", "rows"], "modules": rows})
+    events = [(step, "inference", None, text) for step in (40, 60, 80)]
+    steps = {
+        step: {"inference_nmse": nmse, "inference_kl": 0.3, "inference_flip_rate": flips}
+        for step, nmse in zip((40, 60, 80), sizes, strict=True)
+    }
+    (finding,) = triage(build(tmp_path / "run", steps=steps, events=events))
+    assert finding.code == "F122" and finding.severity == Severity.WARNING
+    assert ("logits are 1.67 or 0.333 times training's" in finding.message) is is_found
+    assert finding.cure.startswith("divide the logits by the temperature") is is_found
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class PartingLimits:
         min_followed: share of a weight's elements that moved between two comparisons, from which on it may follow training's.
         min_toward: cosine of their way with that to training's weight, from which on it does.
         max_standing: the same share, up to which it stands.
+        min_other_cast: relative difference of a module's errors in both passes, from which on its casts are others.
     """
 
     own_share: float = 0.5
@@ -58,6 +59,7 @@ class PartingLimits:
     min_followed: float = 0.5
     min_toward: float = 0.1
     max_standing: float = 0.5
+    min_other_cast: float = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Parting:
         cure: what to do; None for the rule's own.
         place: among the compared modules, in execution order.
         follows: the weights of inference are others, and move with training's: their average, or those of an earlier step.
+        is_behind: all modules compute the same from the same inputs, so that what differs lies behind them.
     """
 
     module: str | None
@@ -79,6 +82,7 @@ class Parting:
     cure: str | None = None
     place: int = 0
     follows: bool = False
+    is_behind: bool = False
 
 
 def parting(run: Run, steps: Collection[int], limits: PartingLimits) -> Parting | None:
@@ -166,7 +170,8 @@ def quiet_differences(run: Run, min_share: float, limits: PartingLimits) -> Iter
 
     ``other-precision``: one path runs a module in FP8 and the other does not, where both run other modules in FP8 (a path
     that has no FP8 at all is another recipe, not another list of modules). ``rounded-before-cast``: weights are in inference
-    what BF16 makes of training's, where both paths cast them to FP8. ``other-weight``: a few weights are not training's.
+    what BF16 makes of training's, where both paths cast them to FP8. ``other-cast``: from the same input and weight, and in FP8
+    in both, a module gives another result. ``other-weight``: a few weights are not training's.
     ``other-input``: what lies before a module differs, where all modules compute the same.
 
     Args:
@@ -176,8 +181,8 @@ def quiet_differences(run: Run, min_share: float, limits: PartingLimits) -> Iter
     """
     query = "SELECT message FROM events WHERE kind = 'inference' AND step IS NOT NULL ORDER BY step"
     compared = [modules for modules in (_modules(row["message"]) for row in run.sql(query).to_pylist()) if modules]
-    looks = (("other-precision", _other_precision), ("rounded-before-cast", _rounded), ("other-weight", _other_weight),
-             ("other-input", _other_input))  # fmt: skip
+    looks = (("other-precision", _other_precision), ("rounded-before-cast", _rounded), ("other-cast", _other_cast),
+             ("other-weight", _other_weight), ("other-input", _other_input))  # fmt: skip
     for name, look in looks:
         found = [part for modules in compared if (part := look(modules, limits)) is not None]
         if found and len(found) >= min_share * len(compared):
@@ -209,7 +214,7 @@ def _between(modules: Mapping[str, Mapping[str, float | None]], limits: PartingL
     )
     if place is None:
         why += ": what differs lies between them (attention, sampling, batch)"
-        return Parting(module=None, tensor=None, why=why, cure=cure)
+        return Parting(module=None, tensor=None, why=why, cure=cure, is_behind=True)
     at = next((i for i, name in enumerate(names) if i >= place and modules[name]["training"] is not None), place)
     differs = modules[names[at]]["input"] or 0.0
     why += (
@@ -267,6 +272,40 @@ def _rounded(modules: dict[str, dict[str, float | None]], limits: PartingLimits)
         " the codes and scales that training has"
     )
     return Parting(module=name, tensor="weight", why=why, cure=cure, place=list(modules).index(name))
+
+
+def _other_cast(modules: dict[str, dict[str, float | None]], limits: PartingLimits) -> Parting | None:
+    """Return the first module in FP8 of both paths whose result is another one though its input and weight are the same.
+
+    What the next input differs by tells that the results do; the errors alone may be alike.
+    """
+    names = list(modules)
+    place = next((i for i, name in enumerate(names) if (modules[name].get("input") or 0.0) > limits.max_exact_error), None)
+    if not place or any((m["weight"] or 0.0) > limits.max_exact_error or m["rows"] == 0 for m in modules.values()):
+        return None
+    differs = modules[names[place]]["input"] or 0.0
+    precisions = _precisions({name: modules[name] for name in names[:place]}, limits) or {}
+    other = [name for name, pair in precisions.items() if pair == (True, True) and _has_other_error(modules[name], limits)]
+    if not other or not limits.min_low_error <= differs <= limits.max_fp8_error:
+        return None
+    name, m = other[0], modules[other[0]]
+    more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    why = (
+        f"both paths run {name}{more} in FP8, from the same input and weight, and results differ: an error of"
+        f" {m['training']:.3g} of the output's square in training and of {m['inference']:.3g} in inference, and the input of"
+        f" {names[place]} differs by {differs:.2g} of its square: their casts are others"
+    )
+    cure = (
+        "compare the recipes of both paths (granularity, format, rounding of scales to powers of two, which a path may take from"
+        " its device), and cast alike in both where the engine allows it; none if the difference of the logits is tolerable"
+    )
+    return Parting(module=name, tensor="output", why=why, cure=cure, place=names.index(name))
+
+
+def _has_other_error(m: Mapping[str, float | None], limits: PartingLimits) -> bool:
+    """Return whether a module's errors in the two passes are those of two casts."""
+    training, inference = m["training"] or 0.0, m["inference"] or 0.0
+    return abs(training - inference) > limits.min_other_cast * max(training, inference)
 
 
 def _other_weight(modules: dict[str, dict[str, float | None]], limits: PartingLimits) -> Parting | None:
