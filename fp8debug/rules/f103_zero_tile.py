@@ -14,6 +14,7 @@ from fp8debug.rules.reading.bounds import OF_ANOTHER_FORMAT
 from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.losses import read_losses
 from fp8debug.rules.reading.nonfinite import (
+    FP16_MAX,
     IS_POISONED,
     MAX_RESULT,
     POISONED,
@@ -24,6 +25,7 @@ from fp8debug.rules.reading.nonfinite import (
     first_poison,
     largest_product,
     poisoned_after,
+    reach,
 )
 from fp8debug.rules.reading.prefilter import may_have, source
 from fp8debug.rules.reading.traces import Trace, times, traces
@@ -285,7 +287,12 @@ class ZeroTileNan(Rule):
         else:
             # An imported log tells that there are some, of a number that it does not know.
             number = "" if "nominal_numel" in run.manifest else f"{origin.count} of {row['numel']} sampled "
-            why = "the GEMM overflows, or its kernel is wrong"
+            why, largest = "the GEMM overflows, or its kernel is wrong", reach(run, {**row, "step": origin.step})
+            if largest > FP16_MAX:
+                why = (
+                    f"the same GEMM in BF16 reaches {largest:.6g} there, beyond FP16's largest value, {FP16_MAX:.0f}: a result in"
+                    " FP16 overflows"
+                )
             if cannot_overflow(run, row):
                 why = "they are too small to overflow, so that its kernel is wrong or leaves rows unwritten"
             message = (
@@ -293,6 +300,11 @@ class ZeroTileNan(Rule):
                 f" {origin.step}, and all operands were finite: {why}"
             )
             cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"
+            if largest > FP16_MAX:
+                cure = (
+                    "write this GEMM's result in BF16 (its output's type, or the autocast's); where it is in BF16, check its"
+                    " kernel; else BF16 for this GEMM"
+                )
         return Finding(code=self.code, name=name, severity=Severity.ERROR, **site, cast=row["cast_name"],
                        steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), value=finite(origin.count),
                        threshold=float(self.max_nonfinite), message=message, cure=cure, call_index=row["call_index"] or 0,

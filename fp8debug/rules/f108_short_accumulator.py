@@ -16,9 +16,16 @@ from fp8debug.types import Gemm
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate")
+_COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate", "max_abs_err", "rms")
 #: The cure where no accumulator explains the result.
 _OF_KERNEL = "another kernel or backend for this GEMM; check which scales it reads, and in which layout; else BF16 for this GEMM"
+#: The same where FP16 rounds the result.
+_OF_FP16 = (
+    "multiply the loss by a scale (loss scaling), so that gradients lie within FP16's range; or write this GEMM's result in BF16"
+    " (its output's type, or the autocast's)"
+)
+#: Half of the distance of two values of FP16 below 2^-13: the largest error that rounding to them makes.
+_FP16_ERROR = 2.0**-25
 #: The same where there was nothing to sum.
 _OF_NOTHING = (
     "zero the output buffer before the GEMM (torch.zeros, not torch.empty), or write zeros for a group without tokens; another"
@@ -31,15 +38,16 @@ class ShortAccumulator(Rule):
     """A GEMM keeps its sums in too few bits, so that its result is not the product of its operands.
 
     What it detects
-        The result of a GEMM in FP8 far from the exact GEMM of the same dequantized operands: the error is neither the
-        cast's, which both share, nor the rounding of the result to BF16, which leaves 55 dB. It grows with the
-        contracted dimension: K in fprop, N in dgrad, the tokens in wgrad. A gain below 1 tells that the operands have
-        one sign and the loss adds up. A result farther off than 14 bits, the shortest accumulator in use, can lose over K
-        products is reported as result-differs: the kernel, or what it was handed, is wrong (scales that it cuts, ignores or
-        reads in another layout, rows that it never writes, an output buffer that something else writes to). A result that
-        is right where it is not zero has a cosine that is its norm ratio, which the message says. result-of-nothing: the exact
-        product is zero, as of an expert without tokens, and the result is not: no SQNR shows it, as there is no signal. What
-        fprop gives with a bias is not judged, of which rounding leaves a rest.
+        The result of a GEMM in FP8 far from the exact GEMM of the same dequantized operands: the error is neither the cast's,
+        which both share, nor the rounding of the result to BF16, which leaves 55 dB. It grows with the contracted dimension: K
+        in fprop, N in dgrad, the tokens in wgrad. A gain below 1 tells that the operands have one sign and the loss adds up. A
+        result farther off than 14 bits, the shortest accumulator in use, can lose over K products is reported as result-differs:
+        the kernel, or what it was handed, is wrong (scales that it cuts, ignores or reads in another layout, rows that it never
+        writes, an output buffer that something else writes to). A result that is right where it is not zero has a cosine that is
+        its norm ratio, which the message says. result-of-nothing: the exact product is zero, as of an expert without tokens, and
+        the result is not: no SQNR shows it, as there is no signal. result-below-fp16, a warning: the largest error is half of
+        FP16's smallest spacing, so that a result in FP16 lies below its normal values, as of gradients without a loss scale.
+        What fprop gives with a bias is not judged, of which rounding leaves a rest.
 
     Why it matters
         Hopper's FP8 tensor cores keep about 14 bits of a sum. Without promotion to FP32 every 128 elements, uniform
@@ -76,7 +84,10 @@ class ShortAccumulator(Rule):
           kernel left rows out. No published basis.
         - min_of_nothing 1e-30: of result-of-nothing, the largest element that counts. A product below FP32's smallest normal
           value (1.2e-38) may be zero for one and not for the other.
-        - Seen in pytorch #172439 (result-of-nothing).
+        - max_fp16_change 0.05: of result-below-fp16, relative distance of the largest error from 2^-25, at min_steps sampled
+          steps, and all that are far from the product. Closed form: half of the distance of two FP16 values below 2^-13; of
+          1,000 errors that are spread evenly below a limit, the largest is within 5 % of it but once in 10^22.
+        - Seen in pytorch #172439 (result-of-nothing) and transformers #5651 (result-below-fp16).
     """
 
     code = "F108"
@@ -98,6 +109,7 @@ class ShortAccumulator(Rule):
     min_mixed_rows: float = 0.005
     min_parted_rows: float = 0.9
     min_of_nothing: float = 1e-30
+    max_fp16_change: float = 0.05
 
     @property
     def _look(self) -> Look:
@@ -121,6 +133,9 @@ class ShortAccumulator(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the results that lie far from the exact product."""
         for trace in traces(run, self._look):
+            if all(map(self._is_of_fp16, trace.rows)) and trace.lasting(self.min_steps):
+                yield self._rounded(trace)
+                continue
             length = contracted_length(run, trace.module, trace.gemm)
             floor = min(self.max_sqnr_db, accumulator_floor_db(length) - self.margin_db)
             wrong = trace.where(lambda row, floor=floor: row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
@@ -133,6 +148,22 @@ class ShortAccumulator(Rule):
         for trace in traces(run, self._nothing):
             if trace.gemm != Gemm.FPROP or trace.module not in has_bias:
                 yield self._of_nothing(run, trace)
+
+    def _is_of_fp16(self, row: dict[str, Any]) -> bool:
+        """Return whether the largest error of a result is what rounding it to FP16's smallest spacing makes."""
+        largest = row["max_abs_err"]
+        return largest is not None and abs(largest - _FP16_ERROR) <= self.max_fp16_change * _FP16_ERROR
+
+    def _rounded(self, trace: Trace) -> Finding:
+        row = trace.least("sqnr_db")
+        message = (
+            f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from the exact product of its own FP8 operands at step"
+            f" {row['step']} ({len(trace.rows)} of {len(trace.sampled)} sampled steps), and the largest error is half of FP16's"
+            f" smallest spacing, {_FP16_ERROR:.2g}: the result is rounded to FP16, below whose normal values it lies (RMS"
+            f" {row['rms']:.2g})"
+        )
+        found = trace.finding(self, Severity.WARNING, message, value=row["sqnr_db"], threshold=self.warn_sqnr_db, unit="dB")
+        return replace(found, name="result-below-fp16", cure=_OF_FP16)
 
     def _of_nothing(self, run: Run, trace: Trace) -> Finding:
         row = trace.worst("max_abs_err")

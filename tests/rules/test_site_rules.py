@@ -558,6 +558,35 @@ def test_a_result_whose_exact_product_is_zero_is_zero(tmp_path: Path, numel: int
     assert "F108" not in {f.code for f in triage(build(tmp_path / "tiny", overrides=[empty, Override(**product, slots=tiny)]))}
 
 
+@pytest.mark.parametrize(
+    ("largest", "name"),
+    [(2.0**-25, "result-below-fp16"), (0.97 * 2.0**-25, "result-below-fp16"), (2.0**-24, "result-differs"),
+     (2.0**-33, "result-differs"), (3.0, "result-differs")],
+)  # fmt: skip
+def test_a_result_that_fp16_rounds_to_its_smallest_spacing(tmp_path: Path, largest: float, name: str) -> None:
+    slots = {"sqnr_db": 16.4, "max_abs_err": largest}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**sick.OUTPUT, "reference": "exact"}, slots=slots)]))
+    assert (finding.code, finding.name, finding.module) == ("F108", name, CULPRIT)
+    assert (finding.severity == "warning") is (name == "result-below-fp16")
+    if name == "result-below-fp16":
+        assert "half of FP16's smallest spacing, 3e-08" in finding.message and finding.cure.startswith("multiply the loss")
+
+
+@pytest.mark.parametrize(("largest", "is_beyond"), [(65536.0, True), (65000.0, False)])
+def test_a_result_that_passes_the_largest_value_of_fp16(tmp_path: Path, largest: float, is_beyond: bool) -> None:
+    site = {**sick.OUTPUT, "steps": (40, None)}
+    overrides = [
+        Override(module="blocks.*", tensor=None, reference="operand", actual=None, slots={"amax": 1e3}),
+        Override(**{**site, "reference": "shadow"}, slots={"num_inf": 2, "amax": largest}),
+        Override(**{**site, "reference": "exact"}, slots={"num_inf": 1, "amax": 6e4}),
+    ]
+    steps = {step: {"loss": float("nan")} for step in range(40, 100)}
+    found = [f for f in triage(build(tmp_path / "run", overrides=overrides, steps=steps)) if f.name == "gemm-nonfinite"]
+    assert [(f.code, f.module, f.gemm, f.tensor) for f in found] == [("F103", CULPRIT, "fprop", "output")]
+    assert ("reaches 65536 there, beyond FP16's largest value, 65504" in found[0].message) is is_beyond
+    assert found[0].cure.startswith("write this GEMM's result in BF16") is is_beyond
+
+
 def test_what_rounding_leaves_of_a_bias_is_no_result_of_nothing(tmp_path: Path) -> None:
     output = Override(**{**sick.OUTPUT, "reference": "exact"}, slots=NOTHING)
     biased = {CULPRIT: {"bias": True}}

@@ -46,8 +46,10 @@ _BETWEEN = (
 )
 #: A GEMM of operands whose largest possible result is beyond this may overflow in FP32 and BF16.
 MAX_RESULT = 3e38
-#: Half of FP16's largest value: a cast changes an element by 1/16 at most.
-_FP16_RESULT = 65504 / 2
+#: FP16's largest value.
+FP16_MAX = 65504.0
+#: Half of it: a cast changes an element by 1/16 at most.
+_FP16_RESULT = FP16_MAX / 2
 #: SQL predicate: an operand that holds NaN or Inf before its cast.
 IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 #: Operands that hold NaN or Inf before their casts, and what a rule over them reads.
@@ -285,6 +287,16 @@ def cannot_overflow(run: Run, row: Mapping[str, Any]) -> bool:
     amaxes = _amaxes(run, row)
     known = [amax for amax in amaxes if amax is not None]
     return len(known) == len(amaxes) == 2 and math.prod(known) * length <= _FP16_RESULT
+
+
+def reach(run: Run, row: Mapping[str, Any]) -> float:
+    """Return the largest element of a GEMM's result as the same GEMM in BF16 or of the exact product has it; 0 where unknown."""
+    query = (
+        "SELECT max(amax) AS amax FROM sites WHERE step = ? AND module = ? AND gemm = ? AND tensor = ?"
+        " AND reference IN ('shadow', 'exact')"
+    )
+    site = [row["step"], row["module"], row["gemm"], row["tensor"]]
+    return float(run.sql(query, site)["amax"][0].as_py() or 0.0)
 
 
 def _amaxes(run: Run, row: Mapping[str, Any]) -> list[float | None]:
