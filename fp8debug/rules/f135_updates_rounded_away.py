@@ -69,6 +69,16 @@ _COUNT = (
     "keep the optimizer's count of steps in FP32 or as an integer: a new tensor has the default dtype (set_default_dtype), and"
     " BF16 holds no 257; no cast changes it"
 )
+#: The steps of weights in BF16 or FP16 of which the optimizer keeps a copy, or what rounding took.
+_KEPT = (
+    "SELECT module, step, dtype, optimizer, CAST(num_moved AS DOUBLE) AS num_moved, CAST(num_sampled AS DOUBLE) AS num_sampled,"
+    " sum_weight2 AS weight2, max_update FROM updates WHERE keeps_precision AND num_moved > 0 AND max_update IS NOT NULL"
+    f" AND dtype IN ({', '.join(repr(name) for name in _EPS)}) ORDER BY module, step"
+)
+_COPY = (
+    "look at the dtype of the optimizer's copies of the weights (masters), after a checkpoint was loaded above all, and load or"
+    " make them in FP32; no cast changes it"
+)
 #: Learning rate of each weight, at each sampled step at which it moved.
 _RATES = "SELECT module, step, lr FROM updates WHERE lr > 0 AND num_moved > 0 ORDER BY module, step"
 _RATE = (
@@ -110,6 +120,9 @@ class UpdatesRoundedAway(Rule):
         other weights changes at these steps: a parameter group that the scheduler does not know.
         Parameters that no watched GEMM has (norms, embeddings, biases, heads) are judged by the same sums: from error_lost and
         error_gain on, a warning; information of a norm or bias, as a gain of 1 stands in BF16 at usual learning rates.
+        copy-rounded, a warning: of a weight in BF16 or FP16 of which the optimizer keeps a copy (masters, or Kahan's sum) no
+        element of its RMS or above moves any more, while smaller ones do: the copy itself is rounded, as after a resume that
+        loads it in BF16.
         weight-not-updated: no element of a weight in FP32 moved in any sampled step, though it has a gradient, its updates are
         large enough for FP32, and the same optimizer moves other weights.
         first-moment-lost: the same where the first moment that the optimizer keeps is 0 at all these steps, whether others move
@@ -152,6 +165,9 @@ class UpdatesRoundedAway(Rule):
           over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
         - min_rate_change 2, min_steps: of learning-rate-stands, largest learning rate over the smallest, of most weights, at the
           steps at which the other stands; its sampled steps. No published basis.
+        - min_copy_moves 1000, min_steps: of copy-rounded, elements that moved at the sampled steps since, at most max_lost of
+          all; and these steps. Closed form: with an FP32 copy each power of two of magnitudes below the RMS has as many moves, so that
+          of 1,000 none is in the largest of 20 but once in 10^22. Seen in Megatron-LM #1359.
         - weight-not-updated needs an update of 2^-23 of the weight by RMS at least, the distance of two FP32 values: that of the
           formula, or learning rate times gradient.
         - Automodel #3444, ao #1124 and #4915, MS-AMP #112, pytorch #79888, speculators #765; numerics.md, 5.
@@ -177,6 +193,7 @@ class UpdatesRoundedAway(Rule):
     min_steps: int = 3
     min_count_factor: float = 1.01
     min_rate_change: float = 2.0
+    min_copy_moves: int = 1000
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -187,6 +204,7 @@ class UpdatesRoundedAway(Rule):
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
         yield from self._standing(run, places)
         yield from self._standing_rates(run, places)
+        yield from self._in_narrow_copies(run, places)
         query = f"SELECT module, {_SUMS} FROM updates WHERE {_JUDGED} GROUP BY module"
         rows = sorted(run.sql(query).to_pylist(), key=lambda row: (places.get(row["module"], 0), row["module"]))
         late = {row["module"]: row for row in run.sql(self._since_lost).to_pylist()}
@@ -314,6 +332,39 @@ class UpdatesRoundedAway(Rule):
         return Finding(code=self.code, name=self.name, severity=Severity.INFO, module=row["module"],
                        steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=by, threshold=self.max_gain,
                        message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
+    def _in_narrow_copies(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of weights whose larger elements stand, though the optimizer keeps what rounding takes from them.
+
+        With an FP32 copy an element moves by the distance of two values, as often as its update over that distance: elements of
+        each power of two move as often in all, where they are as dense as below the RMS of a weight.
+        """
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for row in run.sql(_KEPT).to_pylist():
+            rows.setdefault(row["module"], []).append(row)
+        for module in sorted(rows, key=lambda name: (places.get(name, 0), name)):
+            since: list[dict[str, Any]] = []
+            for row in rows[module]:
+                spacing = _spacing({**row, "update2": 0.0})
+                stands = spacing is not None and row["max_update"] < spacing
+                since = [*since, row] if stands else []
+            moves = sum(row["num_moved"] for row in since)
+            if len(since) < self.min_steps or moves < self.min_copy_moves:
+                continue
+            if moves > (1 - self.max_lost) * sum(row["num_sampled"] for row in since):
+                continue
+            first, dtype = since[0], since[0]["dtype"]
+            before = ", though they did before" if len(since) < len(rows[module]) else ""
+            message = (
+                f"{first['optimizer']} keeps a copy of the {dtype} weight of {module}, or what rounding takes from it, but from"
+                f" step {first['step']} on no element of its RMS or above moves{before}, at {len(since)} sampled steps with"
+                f" {moves:.0f} moves of smaller ones: updates below half the distance of two {dtype} values are rounded away, as"
+                f" where the copy (the master weight) is in {dtype} itself"
+            )
+            yield Finding(code=self.code, name="copy-rounded", severity=Severity.WARNING, module=module,
+                          steps=(first["step"], since[-1]["step"]), ranks=tuple(run.ranks), value=moves,
+                          threshold=float(self.min_copy_moves), message=message, cure=_COPY,
+                          call_index=places.get(module, 0))  # fmt: skip
 
     def _standing(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the optimizer's count of steps that stands, as one finding."""
