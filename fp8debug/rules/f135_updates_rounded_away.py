@@ -165,9 +165,11 @@ class UpdatesRoundedAway(Rule):
           over the same at the count, for a warning. Closed form: a factor of Adam's update. min_steps sampled steps show it.
         - min_rate_change 2, min_steps: of learning-rate-stands, largest learning rate over the smallest, of most weights, at the
           steps at which the other stands; its sampled steps. No published basis.
-        - min_copy_moves 1000, min_steps: of copy-rounded, elements that moved at the sampled steps since, at most max_lost of
-          all; and these steps. Closed form: with an FP32 copy each power of two of magnitudes below the RMS has as many moves, so that
-          of 1,000 none is in the largest of 20 but once in 10^22. Seen in Megatron-LM #1359.
+        - min_copy_growth 4, min_copy_moves 1000, min_steps: of copy-rounded, square root of the steps that it lasts, over those
+          from the last sampled step before it, while the largest move of an element grows by less than half of that; elements
+          that moved at the sampled steps, at most max_lost of all; and these steps. Closed form: with an FP32 copy the moves
+          of the largest elements begin after as many steps as their updates, at random or of one sign, take to half the distance
+          of two values, and the largest move grows as the root of the steps until then. Seen in Megatron-LM #1359.
         - weight-not-updated needs an update of 2^-23 of the weight by RMS at least, the distance of two FP32 values: that of the
           formula, or learning rate times gradient.
         - Automodel #3444, ao #1124 and #4915, MS-AMP #112, pytorch #79888, speculators #765; numerics.md, 5.
@@ -194,6 +196,7 @@ class UpdatesRoundedAway(Rule):
     min_count_factor: float = 1.01
     min_rate_change: float = 2.0
     min_copy_moves: int = 1000
+    min_copy_growth: float = 4.0
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -336,8 +339,8 @@ class UpdatesRoundedAway(Rule):
     def _in_narrow_copies(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the findings of weights whose larger elements stand, though the optimizer keeps what rounding takes from them.
 
-        With an FP32 copy an element moves by the distance of two values, as often as its update over that distance: elements of
-        each power of two move as often in all, where they are as dense as below the RMS of a weight.
+        An FP32 copy that was made of the weight lies in the middle between its two limits of rounding, and leaves it at random
+        or faster: elements whose values lie farther apart begin to move as steps go by.
         """
         rows: dict[str, list[dict[str, Any]]] = {}
         for row in run.sql(_KEPT).to_pylist():
@@ -345,15 +348,11 @@ class UpdatesRoundedAway(Rule):
         for module in sorted(rows, key=lambda name: (places.get(name, 0), name)):
             since: list[dict[str, Any]] = []
             for row in rows[module]:
-                spacing = _spacing({**row, "update2": 0.0})
-                stands = spacing is not None and row["max_update"] < spacing
-                since = [*since, row] if stands else []
-            moves = sum(row["num_moved"] for row in since)
-            if len(since) < self.min_steps or moves < self.min_copy_moves:
+                spacing = _spacing(row)
+                since = [*since, row] if spacing is not None and row["max_update"] < spacing else []
+            if not since or not self._is_rounded_copy(since, rows[module]):
                 continue
-            if moves > (1 - self.max_lost) * sum(row["num_sampled"] for row in since):
-                continue
-            first, dtype = since[0], since[0]["dtype"]
+            first, dtype, moves = since[0], since[0]["dtype"], sum(row["num_moved"] for row in since)
             before = ", though they did before" if len(since) < len(rows[module]) else ""
             message = (
                 f"{first['optimizer']} keeps a copy of the {dtype} weight of {module}, or what rounding takes from it, but from"
@@ -365,6 +364,16 @@ class UpdatesRoundedAway(Rule):
                           steps=(first["step"], since[-1]["step"]), ranks=tuple(run.ranks), value=moves,
                           threshold=float(self.min_copy_moves), message=message, cure=_COPY,
                           call_index=places.get(module, 0))  # fmt: skip
+
+    def _is_rounded_copy(self, since: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether moves stayed small for so long that an FP32 copy would have moved larger elements."""
+        moves, num = sum(row["num_moved"] for row in since), sum(row["num_sampled"] for row in since)
+        if len(since) < self.min_steps or not self.min_copy_moves <= moves <= (1 - self.max_lost) * num:
+            return False
+        fine = rows[len(rows) - len(since) - 1]["step"] if len(since) < len(rows) else since[0]["step"] - 1
+        growth = math.sqrt((since[-1]["step"] - since[0]["step"]) / (since[0]["step"] - fine))
+        largest = max(row["max_update"] for row in since)
+        return bool(growth >= self.min_copy_growth and largest <= 0.5 * self.min_copy_growth * since[0]["max_update"])
 
     def _standing(self, run: Run, places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the optimizer's count of steps that stands, as one finding."""

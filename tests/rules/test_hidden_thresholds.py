@@ -35,6 +35,7 @@ FACTS = {
     "engine/findings.py": {"JSON_SCHEMA": "a version", "CSV_COLUMNS": "an empty finding", "Findings.__init__": "no steps"},
     "f103_zero_tile.py": {"ZeroTileNan.changes": "the amax eps of a cure"},
     "f105_outlier_underflow.py": {"OutlierUnderflow.is_cured_by_cast.left": "elements of a block of 1x128"},
+    "f108_short_accumulator.py": {"_FP16_ERROR": "closed form of FP16"},
     "f110_coverage_gap.py": {"_precision": "bits of a name"},
     "f111_fp8_not_on.py": {
         "_FP8_DB": "closed form of E4M3",
@@ -85,7 +86,7 @@ FACTS = {
     "reading/model_structure.py": {"numbered": "a group has two members", "router_outputs": "what FP8 GEMMs ask for"},
     "reading/movements.py": {"_DEVIATIONS": "of a Gaussian", "Movements.words.more": "length of a message"},
     "reading/nonfinite.py": {
-        "NEXT_STEPS": "the step after", "MAX_RESULT": "the largest of FP32 and BF16", "_FP16_RESULT": "the largest of FP16",
+        "NEXT_STEPS": "the step after", "MAX_RESULT": "the largest of FP32 and BF16", "FP16_MAX": "the largest of FP16",
     },
     "reading/outlier_spread.py": {"_CHUNK": "rows of a batch"},
     "reading/prefilter.py": {"SMALL": "rows of a query", "BATCH": "rows of a batch", "MAX_HISTOGRAMS": "rows in memory"},
