@@ -87,6 +87,7 @@ FACTS = {
     "reading/movements.py": {"_DEVIATIONS": "of a Gaussian", "Movements.words.more": "length of a message"},
     "reading/nonfinite.py": {
         "NEXT_STEPS": "the step after", "MAX_RESULT": "the largest of FP32 and BF16", "FP16_MAX": "the largest of FP16",
+        "_FP16_RESULT": "half of the largest of FP16",
     },
     "reading/outlier_spread.py": {"_CHUNK": "rows of a batch"},
     "reading/prefilter.py": {"SMALL": "rows of a query", "BATCH": "rows of a batch", "MAX_HISTOGRAMS": "rows in memory"},
