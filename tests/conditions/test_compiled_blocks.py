@@ -234,6 +234,43 @@ def test_code_of_ours_that_runs_after_a_graph_break_is_not_compiled(tmp_path: Pa
     assert run(tmp_path / "run") == run(None)
 
 
+def test_a_model_that_compiles_itself_in_its_forward_trains_on(tmp_path: Path) -> None:
+    """As unit scaling's transforms do: torch puts back the dispatch keys that it found when compiled code began."""
+
+    class Transformed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.is_inside = ScaledLinear(WIDTH, WIDTH), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_inside:
+                return cast(Tensor, self.linear(x))
+            self.is_inside = True
+            try:
+                return cast(Tensor, torch.compile(self, backend="eager").forward(x))
+            finally:
+                self.is_inside = False
+
+    def run(path: Path | None) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Transformed().bfloat16()
+        watch = fp8debug.watch(model, path, every=1) if path else None
+        losses = []
+        for i in range(1, 4):
+            loss = model(torch.full((16, WIDTH), 1 / i).bfloat16()).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if watch is not None:
+                watch.step(loss=loss)
+        if watch is not None:
+            watch.close()
+        return losses
+
+    assert run(tmp_path / "run") == run(None)
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
+
+
 def strings(model: nn.Module) -> list[str]:
     """Return every name in a pickle: classes, functions, attributes."""
     return [value for _, value, _ in pickletools.genops(pickle.dumps(model)) if isinstance(value, str)]

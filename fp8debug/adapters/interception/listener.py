@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -546,13 +546,18 @@ class RootHooks:
         self._counter, self._intercepts, self._others = counter, intercepts, others
         self._roots = list(roots)
         self._observer, self._listener = observer, listener_of(observer)
-        self._entered: list[nn.Module] = []
+        self._calls: defaultdict[int, list[bool]] = defaultdict(list)  # by thread: of each call under way, whether it listens
         self._told, self._is_told = False, is_reported
         self._ends = [observe_calls(root, self) for root in self._roots]
         observer.on_end_step.append(self._report)
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Listen until the call ends, unless it is an evaluation; for a recording of inference, unless it is none."""
+        """Listen until the call ends, unless it is an evaluation; for a recording of inference, unless it is none.
+
+        A call inside another one leaves it to that one: a root may call itself.
+        """
+        calls = self._calls[threading.get_ident()]
+        calls.append(False)
         if not self._observer.takes_pass:
             return
         self._observer.before_forward()
@@ -562,7 +567,7 @@ class RootHooks:
         others = self._others if torch._C._current_graph_task_id() == -1 and not is_capturing() else None
         others = others if others is not None and others.is_wanted else None
         if (counts or self._intercepts or others is not None) and self._listener.enter():
-            self._entered.append(module)
+            calls[-1] = True
             if others is not None:
                 others.begin()
                 self._listener.begin(self, None, others.take, others.fail, others)
@@ -572,15 +577,15 @@ class RootHooks:
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """End it."""
-        if self._entered and self._entered[-1] is module:
-            self._entered.pop()
+        calls = self._calls[threading.get_ident()]
+        if calls and calls.pop():
             if self._others is not None and self._listener.end(self) is not None:
                 self._others.end()
             self._listener.leave()
             self._counter.end()
 
     def _report(self) -> None:
-        self._entered.clear()
+        self._calls.clear()
         unowned_gemms = self._listener.unowned_gemms
         if unowned_gemms:
             counts = ", ".join(f"{n} {name}" for name, n in sorted(unowned_gemms.items()))
