@@ -204,7 +204,8 @@ class InterceptingProbe(Probe):
     def _record_trial(self, call: ForwardCall, module: nn.Module, trial: WhatIfProbe) -> None:
         """Have what FP8 would do recorded of the GEMM ``[M, K] @ [K, N]`` that the module ran in high precision."""
         weight = stored(module, "weight")
-        n, k = (stored(module, "out_features"), stored(module, "in_features")) if weight is None else weight.shape
+        is_packed = weight is None or not weight.is_floating_point()  # integers that hold several values each, as of QLoRA
+        n, k = (stored(module, "out_features"), stored(module, "in_features")) if is_packed else weight.shape
         if n is None or k is None:
             self.report_once("not recorded: its weight and its in_features and out_features are computed at each access")
             return

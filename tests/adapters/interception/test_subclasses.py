@@ -46,6 +46,19 @@ class Lora(nn.Linear):
         return super().forward(x) + (x @ self.a.T) @ self.b.T
 
 
+class Packed(Lora):
+    """Keeps its frozen weight as codes in one column, as QLoRA does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        codes = (self.weight.detach() * 127 + 128).clamp(0, 255).to(torch.uint8)
+        self.weight = nn.Parameter(codes.reshape(-1, 1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = ((self.weight.to(x.dtype) - 128) / 127).reshape(self.out_features, self.in_features)
+        return nn.functional.linear(x, weight, self.bias) + (x @ self.a.T) @ self.b.T
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
@@ -71,13 +84,13 @@ def tried(path: Path, module: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [Inherits, Casts, Lora])
+@pytest.mark.parametrize("kind", [Inherits, Casts, Lora, Packed])
 def test_what_fp8_would_do_is_recorded_and_the_training_is_as_it_was(tmp_path: Path, kind: type[nn.Linear], bias: bool) -> None:
     expected = trained(net(kind, bias))
     with fp8debug.watch(model := net(kind, bias), tmp_path / "run", every=1) as watch:
         assert same(trained(model, watch=watch), expected)
         entries = watch.coverage()
-    wanted = {site for site in NINE if kind is not Lora or site[0] != "wgrad"}  # whose weight is frozen
+    wanted = {site for site in NINE if not issubclass(kind, Lora) or site[0] != "wgrad"}  # whose weight is frozen
     assert tried(tmp_path / "run", "2") == wanted
     assert [entry["kind"] for entry in entries] == [kind.__name__] * 2 and all(entry["observed"] for entry in entries)
     assert not any(entry["fp8"] for entry in entries)
