@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def trained(model: nn.Module, path: Path | None = None, steps: int = 4, **option
     return losses
 
 
-def classified(run: fp8debug.Run) -> dict[str, Any]:
+def classified(run: fp8debug.Run) -> Mapping[str, Any]:
     """Return the class of a run."""
     found = triage(run).classification
     assert found is not None

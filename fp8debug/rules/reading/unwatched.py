@@ -68,6 +68,11 @@ def and_more(names: Sequence[object] | int) -> str:
 
 def why_without_fp8(run: Run) -> str | None:
     """Return why a run without rows of FP8 operands may have had some that were not recorded; None where it had none."""
+    found: str | None = run.memo("why without fp8", lambda: _why_without_fp8(run))
+    return found
+
+
+def _why_without_fp8(run: Run) -> str | None:
     if unrecorded := [module["fqn"] for module in run.modules if module.get("fp8") and not module.get("observed")]:
         return f"FP8 ran in {unrecorded[0]}{and_more(unrecorded)}, which is not recorded"
     query = (

@@ -87,7 +87,7 @@ def test_pages_that_are_asked_for_at_once_have_all_scripts(folder: Path, monkeyp
 
     def find_slowly(app: dash.Dash) -> None:
         time.sleep(0.5)
-        find(app)  # type: ignore[no-untyped-call]  # untyped in dash
+        find(app)
 
     monkeypatch.setattr(dash.Dash, "_walk_assets_directory", find_slowly)
     app = make_app(folder).server
