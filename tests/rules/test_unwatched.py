@@ -122,6 +122,28 @@ def test_a_weight_that_is_multiplied_by_outside_its_module_is_named(fused: bool,
         )
 
 
+class Unseen(nn.Linear):
+    """Multiplies without a GEMM, as a library's kernel does for who sees torch's ops alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(-2) * self.weight).sum(-1)
+
+
+def test_a_module_that_is_called_is_not_said_to_be_uncalled_because_nothing_of_it_is_recorded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Unseen(16, 16, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with fp8debug.watch(model, tmp_path / "run", every=1, optimizer=optimizer) as watch:
+        for _ in range(2):
+            loss = model(torch.randn(4, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss)
+    run = fp8debug.Run(tmp_path / "run")
+    assert {m["fqn"]: (m["called"], m["observed"]) for m in run.modules} == {"0": (True, True), "1": (True, False)}
+    assert [one for one in unwatched(run) if one.what == "uncalled"] == []
+
+
 def test_a_report_with_findings_names_it_too(tmp_path: Path) -> None:
     entry = {"role": "embedding", "first": "embed.weight", "num_tensors": 1, "num_params": 300}
     watched = {"role": "watched", "first": "blocks.0.mlp.up.weight", "num_tensors": 6, "num_params": 700}

@@ -123,7 +123,7 @@ def _gemms(run: Run) -> Iterable[Unwatched]:
 
 def _uncalled(run: Run) -> Iterable[Unwatched]:
     """Return the modules that no sampled step called, though their weights have gradients: something else multiplies by them."""
-    waiting = [m["fqn"] for m in run.modules if m.get("call_index") is None and not m.get("shared_with")]
+    waiting = [m["fqn"] for m in run.modules if m.get("call_index") is None and not m.get("called") and not m.get("shared_with")]
     if not waiting:
         return
     given = {row["module"] for row in run.sql("SELECT DISTINCT module FROM updates WHERE num_grad > 0").to_pylist()}
